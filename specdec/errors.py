@@ -165,7 +165,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         for other in compared:
             if other.casefold() == name.casefold():
                 return other
-    matches = difflib.get_close_matches(name, compared, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, compared, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable
 
 import attrs
 
-from specdec.checking import checked
-from specdec.config import Choice, GenerationSettings, RunConfig, TargetConfig
+from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import OTHER_HEAD, ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
-from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier
-from specdec.decoding.result import Result, html_table
-from specdec.decoding.session import Session
-from specdec.decoding.stream import Stream
-from specdec.errors import PromptError, UnsupportedError
+from specdec.decoding.parts import DepthPart, DrafterPart, Parts, make_verifier
+from specdec.decoding.session import LanguageModel as LanguageModel
+from specdec.errors import UnsupportedError
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.records.cost_table import CostTable
@@ -26,85 +22,6 @@ from specdec.text import Tokenizer
 log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class LanguageModel(Parts):
-    """A target with its drafter, verifier and depth policy, ready to generate. Make one with ``specdec.load``.
-
-    Its parts are the attributes of ``Parts``. A variant over the same weights is made with ``attrs.evolve``.
-    """
-
-    def session(self) -> Session:
-        """An empty session: feed, generate, feed more, rewind."""
-        return Session(self)
-
-    @checked(PromptError)
-    def stream(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[GenerationSettings]) -> Stream:
-        """Generate in a fresh session; iterate for text, then read ``result``.
-
-        Args:
-            prompt: text or token ids, as a sequence or a 1-d array of integers.
-            chat: wrap the text as a user message in the checkpoint's chat template.
-            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted.
-        """
-        if chat:
-            if not isinstance(prompt, str):
-                raise PromptError("a chat prompt is text, got token ids")
-            prompt = self.chat_prompt([{"role": "user", "content": prompt}])
-        return self.session().stream(prompt, **settings)
-
-    @checked(PromptError)
-    def generate(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[GenerationSettings]) -> Result:
-        """Generate a whole continuation, and return its text, tokens and counters.
-
-        Args: as for ``stream``.
-
-        Raises: PromptError for an unusable prompt or setting; PluginError when a plugin fails that decides the output.
-        """
-        return self.stream(prompt, chat=chat, **settings).result
-
-    @checked(PromptError)
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        template: Mapping[str, Any] | None = None,
-        **settings: Unpack[GenerationSettings],
-    ) -> Result:
-        """Answer a conversation in a fresh session; ``Conversation`` keeps its state between turns.
-
-        Args:
-            messages: ``{"role": "user", "content": "..."}``, oldest first.
-            template: variables of the chat template, such as ``{"enable_thinking": False}``.
-            **settings: as for ``stream``.
-
-        Raises: as ``generate``, and PromptError when the checkpoint has no chat template or it fails.
-        """
-        return self.stream(self.chat_prompt(messages, **(template or {})), **settings).result
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]], **template: Any) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins. Raises: PromptError."""
-        if not messages:
-            raise PromptError("there are no messages", try_='[{"role": "user", "content": "..."}]')
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **template), add_special=False)
-
-    def _facts(self) -> list[tuple[str, str]]:
-        info = self.info
-        return [
-            ("model", f"{self.config.target.model} ({info.family}, {info.dtype} on {info.device or info.backend})"),
-            ("drafter", f"{self.drafter.spec.name}, depth policy {self.depth.spec.name}"),
-            ("verifier", f"{self.config.verifier.name}, guarantee {self.verifier.guarantee.value}"),
-            ("parity", info.parity.value),
-            ("tokens", f"{self.capacity} in a session"),
-            *(("notice", notice) for notice in self.notices),
-        ]
-
-    def __repr__(self) -> str:
-        return f"<LanguageModel {', '.join(f'{label}: {value}' for label, value in self._facts()[:4])}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._facts())
 
 
 def build(config: RunConfig) -> LanguageModel:

@@ -223,15 +223,8 @@ class Rows:
             self._chosen = () if alone else self._logits.choose(Choosing(self._drafted, context, self._first))
         return self._chosen[row - self._first] if self._chosen else None
 
-    def logprobs(self, row: int) -> tuple[Float64, list[int]]:
-        """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids."""
-        raw = self._logits.rows()[row - self._first].astype(np.float64)
-        logs: Float64 = raw - _log_sum(raw)
-        count = self._context.sampling.logprobs or 0
-        return logs, np.lexsort((np.arange(len(logs)), -logs))[:count].tolist()
-
     def reported(self, tokens: Sequence[int]) -> list[tuple[float, list[tuple[int, float]]]]:
-        """The log-probabilities of ``tokens``, one for each of the first rows, as in ``logprobs``.
+        """The raw log-probabilities of ``tokens`` (temperature 1, nothing processed), one for each of the first rows.
 
         With each come the best tokens of its row and theirs.
         """

@@ -60,4 +60,5 @@ def test_the_nearest_name_is_found_among_long_and_many_ones() -> None:
     names = ["y" * 10**6, "x" * 10**6, *(f"layers.{i}.weight" for i in range(900)), "lm_head.weight"]
     assert nearest("lm_head.weihgt", names) == "lm_head.weight"
     assert nearest("x" * 10**6, names) is None
+    assert nearest("medusa", ["dspark", "eagle3"]) is None
     assert nearest("CPU", ["gpu", "cpu", "CPUs"]) == "cpu"

@@ -5,6 +5,7 @@ and keeps the tokens. A guarantee never stands where it does not hold.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,21 @@ from specdec.config import Choice
 from specdec.contract import (
     BackendSpec,
     CycleRecord,
-    DepthPolicy,
     DepthPolicySpec,
     Draft,
     Drafter,
     DrafterSpec,
     ForwardOutput,
-    Guarantee,
     LogitsProcessor,
     ModelSpec,
     ProcessorSpec,
     Verdict,
-    Verifier,
     VerifierSpec,
 )
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.errors import ContractError, PluginError, SpecdecError, StateError
 from specdec.hookspecs import hookimpl
+from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
@@ -117,77 +116,68 @@ class Faulty:
         return ANSWERS[method][fault.name](right())
 
 
+class Repeats(Drafter):
+    """What followed the same token last time."""
+
+    def propose(self, context: Any, depth: int) -> Any:
+        history = list(context)
+        before = [at for at, token in enumerate(history[:-1]) if token == history[-1]]
+        return Draft(tuple(history[before[-1] + 1 :][:depth])) if before else Draft()
+
+    def report(self) -> Any:
+        return {"fine": 1}
+
+
+class Favours(LogitsProcessor):
+    """Adds to some logits, depending on the last token."""
+
+    def process(self, logits: Any, history: Any) -> Any:
+        right = logits.copy()
+        right[:: 2 + history[-1] % 3] += 2.0
+        return right
+
+
+class Faulted:
+    """A right plugin whose methods, and ``reason``, answer through ``Faulty``."""
+
+    def __init__(self, right: Any, faulty: Faulty) -> None:
+        self._right, self._faulty = right, faulty
+
+    def __getattr__(self, name: str) -> Any:
+        right, ask = getattr(self._right, name), self._faulty.answer
+        if name == "reason":
+            return ask(name, lambda: right)
+        return (lambda *given: ask(name, lambda: right(*given))) if inspect.ismethod(right) else right
+
+
 def plugin(faulty: Faulty) -> Any:
     """A plugin of every kind; the one that the fault is about has it."""
     ask = faulty.answer
 
-    class FaultyDrafter(Drafter):
-        def prefill(self, context: Any, output: Any) -> Any:
-            return ask("prefill", lambda: None)
-
-        def propose(self, context: Any, depth: int) -> Any:
-            history = list(context)  # what followed the same token last time
-            before = [at for at, token in enumerate(history[:-1]) if token == history[-1]]
-            right = Draft(tuple(history[before[-1] + 1 :][:depth])) if before else Draft()
-            return ask("propose", lambda: right)
-
-        def observe(self, verdict: Any, output: Any, context: Any) -> Any:
-            return ask("observe", lambda: None)
-
-        def rewind(self, length: int) -> Any:
-            return ask("rewind", lambda: None)
-
-        def snapshot(self, context: Any) -> Any:
-            return ask("snapshot", lambda: None)
-
-        def report(self) -> Any:
-            return ask("report", lambda: {"fine": 1})
-
-    class FaultyVerifier(Verifier):
-        guarantee = Guarantee.EXACT
-
-        def verify(self, draft: Any, logits: Any, context: Any) -> Any:
-            return ask("verify", lambda: StrictVerifier().verify(draft, logits, context))
-
-    class FaultyPolicy(DepthPolicy):
-        @property
-        def reason(self) -> Any:
-            return ask("reason", lambda: "")
-
-        def next_depth(self, stats: Any) -> Any:
-            return ask("next_depth", lambda: 3)
-
-        def record(self, cycle: Any) -> Any:
-            return ask("record", lambda: None)
-
-    class FaultyProcessor(LogitsProcessor):
-        def process(self, logits: Any, history: Any) -> Any:
-            right = logits.copy()
-            right[:: 2 + history[-1] % 3] += 2.0
-            return ask("process", lambda: right)
-
-        def legal(self, draft: Any, history: Any) -> Any:
-            return ask("legal", lambda: len(draft))
-
     def factory(kind: str, make: Callable[[], Any]) -> Callable[..., Any]:
-        return lambda *_: ask("factory", make) if faulty.fault is not None and faulty.fault.kind == kind else make()
+        own = faulty.fault is not None and faulty.fault.kind == kind
+        return lambda *_: ask("factory", lambda: Faulted(make(), faulty)) if own else make()
 
     class Plugin:
         @hookimpl
         def specdec_drafters(self) -> list[DrafterSpec]:
-            return [DrafterSpec(name="faulty", factory=factory("drafter", FaultyDrafter))]
+            return [DrafterSpec(name="faulty", factory=factory("drafter", Repeats))]
 
         @hookimpl
         def specdec_verifiers(self) -> list[VerifierSpec]:
-            return [VerifierSpec(name="faulty", factory=factory("verifier", FaultyVerifier))]
+            return [VerifierSpec(name="faulty", factory=factory("verifier", StrictVerifier))]
 
         @hookimpl
         def specdec_depth_policies(self) -> list[DepthPolicySpec]:
-            return [DepthPolicySpec(name="faulty", factory=factory("depth policy", FaultyPolicy))]
+            return [
+                DepthPolicySpec(
+                    name="faulty", factory=factory("depth policy", lambda: FixedPolicy(FixedConfig(depth=3)))
+                )
+            ]
 
         @hookimpl
         def specdec_logits_processors(self) -> list[ProcessorSpec]:
-            return [ProcessorSpec(name="faulty", factory=factory("logits processor", FaultyProcessor))]
+            return [ProcessorSpec(name="faulty", factory=factory("logits processor", Favours))]
 
         @hookimpl
         def specdec_cycle(self, record: CycleRecord) -> Any:

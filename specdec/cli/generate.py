@@ -23,13 +23,15 @@ from specdec.cli.options import (
     ignore_eos,
     interruptible,
     prompted,
+    read_text,
 )
 from specdec.cli.run_report import report, three_lines
-from specdec.config import GenerationConfig, GenerationSettings, RunConfig
+from specdec.config import GenerationConfig, RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.contract import CycleRecord
+    from specdec.decoding.parts import CallSettings
     from specdec.decoding.result import Result
     from specdec.pipeline import LanguageModel
     from specdec.text import Tokenizer
@@ -42,6 +44,7 @@ COMPARED_RUNS = 3  # of each kind, with --compare; the fastest counts
 @configured()
 @click.option("--stop", multiple=True, type=TEXT, metavar="S", help="End before this string; repeatable.")
 @ignore_eos
+@click.option("--prediction", "prediction_file", metavar="FILE", type=PATH, help="Draft from a text like the output.")
 @click.option("--stats", is_flag=True, help="Report everything that was counted, as tables.")
 @click.option("--compare", is_flag=True, help="Run plain decoding as well, and compare.")
 @click.option("--missed", "missed_file", metavar="FILE", type=PATH, help="Write each rejected draft (JSON lines).")
@@ -54,6 +57,7 @@ def generate(
     ctx: click.Context,
     prompt_options: PromptOptions,
     config: RunConfig,
+    prediction_file: pathlib.Path | None,
     stats: bool,
     compare: bool,
     missed_file: pathlib.Path | None,
@@ -71,6 +75,9 @@ def generate(
     --html writes one file that a browser shows without a server: each token's origin, what else was likely, and the
     cycles with their times.
 
+    --prediction names a text that the output is expected to repeat, such as a file that it edits. Tokens are drafted
+    from it where the output follows it; the output stays the same.
+
     --stats counts accepted tokens by lookahead position; 0 is the next token.
 
     --missed has a line per rejected draft: the position of the first wrong token in the output (0 is the first), the
@@ -84,6 +91,9 @@ def generate(
     if sample:
         config = attrs.evolve(config, generation=sample_settings(config.generation))
 
+    settings: CallSettings = {}
+    if prediction_file is not None:
+        settings["prediction"] = read_text(str(prediction_file))
     if html_file is not None:
         check_writable(html_file)
 
@@ -93,7 +103,6 @@ def generate(
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     recorded: list[CycleRecord] = []
-    settings: GenerationSettings = {}
     if html_file is not None and config.generation.logprobs is None:
         settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
     stream = lm.stream(prompt, chat=prompt_options.chat, **settings)
@@ -125,7 +134,7 @@ def generate(
         output.print_json(data)
     else:
         click.echo()
-        three_lines(data, _compared(lm, prompt, prompt_options.chat, result) if compare or sample else None)
+        three_lines(data, _compared(lm, prompt, prompt_options.chat, result, settings) if compare or sample else None)
         if stats:
             report(data)
     if html_file is not None:
@@ -153,7 +162,9 @@ def sample_settings(config: GenerationConfig) -> GenerationConfig:
     return attrs.evolve(config, **SAMPLE_SETTINGS)
 
 
-def _compared(lm: LanguageModel, prompt: Any, chat: bool, result: Result) -> dict[str, Any] | None:
+def _compared(
+    lm: LanguageModel, prompt: Any, chat: bool, result: Result, settings: CallSettings
+) -> dict[str, Any] | None:
     """Both speeds, in tokens per second, and whether plain decoding gives the same tokens."""
     if result.finish_reason == "interrupted" or lm.drafter.spec.name == "none":
         return None
@@ -165,7 +176,7 @@ def _compared(lm: LanguageModel, prompt: Any, chat: bool, result: Result) -> dic
     with output.status("comparing with plain decoding"):
         for number in range(COMPARED_RUNS):
             if number:
-                speeds["speculative"].append(lm.generate(prompt, chat=chat).stats.tokens_per_second)
+                speeds["speculative"].append(lm.generate(prompt, chat=chat, **settings).stats.tokens_per_second)
             again = other.generate(prompt, chat=chat)
             speeds["plain"].append(again.stats.tokens_per_second)
             same = same and again.tokens == result.tokens

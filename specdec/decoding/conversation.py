@@ -9,9 +9,9 @@ from typing import Any, Self, Unpack
 import attrs
 
 from specdec.checking import checked
-from specdec.config import GenerationSettings, structure_options
+from specdec.config import structure_options
 from specdec.contract import Stats
-from specdec.decoding.parts import Parts
+from specdec.decoding.parts import CallSettings, Parts
 from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
@@ -87,7 +87,7 @@ class Conversation:
         return self._session.stats
 
     @checked(PromptError)
-    def ask(self, text: str, **settings: Unpack[GenerationSettings]) -> Answer:
+    def ask(self, text: str, **settings: Unpack[CallSettings]) -> Answer:
         """Add a user message and answer it; iterate over the result for text.
 
         The turn joins the conversation when the answer ends or is stopped, unless it has no tokens yet.

@@ -19,19 +19,22 @@ Cut = Callable[[tuple[int, ...]], int]
 """How many of a cycle's emitted tokens to keep: at least 1, and not all of them if generation ends within them."""
 
 
-def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
+def run_cycle(
+    sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats, predicted: tuple[int, ...] = ()
+) -> CycleRecord:
     """Run one cycle of at most ``depth`` draft tokens; there must be room for ``depth + 1`` tokens.
 
     Args:
         cut: called once, with the tokens that the cycle emits.
         stats: counters of this generation.
+        predicted: a draft; the drafter is not asked.
 
     Raises: PluginError when target or verifier fails; ContractError when one breaks its contract.
     """
     with sequence.changing():
         position, started = len(sequence.tokens), perf_counter()
         sequence.context.cycle = sequence.counts.cycle + 1
-        draft = _draft(sequence, depth, stats)
+        draft = _allowed(sequence, Draft(predicted) if predicted else _drafted(sequence, depth, stats), stats)
         drafted = perf_counter()
         with sequence.running("decode"):
             output = sequence.target.decode(sequence.state, [sequence.tokens[-1], *draft.tokens])
@@ -59,8 +62,8 @@ def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> 
     return record
 
 
-def _draft(sequence: LiveSequence, depth: int, stats: RunStats) -> Draft:
-    """Ask the drafter, and cut what cannot be verified. A drafter that fails is switched off."""
+def _drafted(sequence: LiveSequence, depth: int, stats: RunStats) -> Draft:
+    """Ask the drafter. One that fails is switched off."""
     if depth < 1 or sequence.failure:
         return EMPTY_DRAFT
     context = sequence.context
@@ -72,11 +75,16 @@ def _draft(sequence: LiveSequence, depth: int, stats: RunStats) -> Draft:
         return EMPTY_DRAFT
     if fault:
         stats.fault(fault)
+    return draft
+
+
+def _allowed(sequence: LiveSequence, draft: Draft, stats: RunStats) -> Draft:
+    """The beginning of a draft that the logits processors allow."""
     usable = len(draft.tokens)
-    for processor in context.sampling.processors:
-        usable = processor.legal(draft.tokens[:usable], context)
+    for processor in sequence.context.sampling.processors if usable else ():
+        usable = processor.legal(draft.tokens[:usable], sequence.context)
     stats.forbidden += len(draft.tokens) - usable
-    return _first(draft, usable)
+    return Draft(draft.tokens[:usable], None if draft.probs is None else draft.probs[:usable])
 
 
 def _commit(sequence: LiveSequence, draft: Draft, output: ForwardOutput, verdict: Verdict, kept: int) -> None:
@@ -92,8 +100,3 @@ def _commit(sequence: LiveSequence, draft: Draft, output: ForwardOutput, verdict
     with sequence.running("commit"):
         sequence.target.commit(sequence.state, kept)
     sequence.ask("observe", verdict, output, sequence.context)
-
-
-def _first(draft: Draft, count: int) -> Draft:
-    """The first ``count`` tokens of a draft."""
-    return Draft(draft.tokens[:count], None if draft.probs is None else draft.probs[:count])

@@ -53,8 +53,8 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     """The cost table of ``lm`` on this machine: from ``file``, kept by an earlier process, or measured now and kept.
 
     Problems (a broken file, a folder that cannot be written) are appended to ``notices``. A model without a fingerprint
-    is measured every time. A table measured under load is not kept, and a kept one is measured again where a plain pass
-    takes less than half of what it says. A file that is not used is removed, so that it is reported once.
+    is measured every time. A table measured under load is not kept, and a kept one is replaced silently where a plain
+    pass takes less than half of what it says. A file that is not used is removed, so that it is reported once.
 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
     UnsupportedError when costs cannot be measured.
@@ -66,20 +66,18 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     path = identity.path()
     if path is None:
         return measure_costs(lm)
-    kept = find_costs(path)
-    if isinstance(kept, CostTable):
-        if kept.pass_seconds(1) < DOUBTED * plain_pass(lm):
-            return kept
-        kept = "the kept cost table was measured on a busy machine, as a pass takes less than half its time now"
+    found = find_costs(path)
+    if isinstance(found, CostTable) and found.pass_seconds(1) < DOUBTED * plain_pass(lm):
+        return found
     table = measure_costs(lm)
     try:
-        if kept:
-            notices.append(f"{kept}: measured again")
-            path.unlink()
+        if isinstance(found, str) and found:
+            notices.append(f"{found}: measured again")
         if table.steady:
             write_costs(path, table, identity)
         else:
             log.info("cost_table_not_kept", reason="repeats disagreed: the machine was busy")
+            path.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or error
         notices.append(f"the cost table cannot be kept: {reason} ({path.parent}); every start measures it again")

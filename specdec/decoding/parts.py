@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 import attrs
 
 from specdec.checking import Before, Mismatch, checked
-from specdec.config import Choice, GenerationConfig, RunConfig
+from specdec.config import Choice, GenerationConfig, GenerationSettings, RunConfig
 from specdec.contract import (
     DepthPolicy,
     DepthPolicySpec,
@@ -52,6 +52,15 @@ def _one_prompt(value: object) -> None:
 
 Prompt: TypeAlias = Annotated[str | Sequence[int], Before(_one_prompt)]
 """A prompt: text or token ids."""
+
+
+class CallSettings(GenerationSettings, total=False):
+    """What one generation can be given by keyword: a configuration's settings, and what only a call has."""
+
+    prediction: Prompt | None
+    """A text that the output is expected to repeat; drafted from where it does, before the drafter is asked."""
+    depth: int | None
+    """Draft tokens per cycle, at most, in place of the depth policy; 0 is plain decoding."""
 
 
 @attrs.frozen(kw_only=True)

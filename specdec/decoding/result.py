@@ -30,6 +30,8 @@ class RunStats(Stats):
     faults: dict[str, int] = attrs.field(factory=dict)  # faults of drafts -> how often
     forbidden: int = 0  # draft tokens cut because a logits processor does not allow them
     draft: dict[str, Any] = attrs.field(factory=dict)  # ``Drafter.report()`` at the end
+    prediction_offered: int = 0  # tokens of ``offered`` that the prediction gave instead of the drafter
+    prediction_accepted: int = 0  # tokens of those that were accepted
 
     def add(self, cycle: CycleRecord, gaps: Sequence[float] = ()) -> None:
         """Count one cycle; ``gaps`` of its tokens that the target would not have chosen, in nats."""
@@ -63,7 +65,13 @@ class RunStats(Stats):
             ("speed", f"{self.tokens_per_second:.1f} tokens/s"),
             ("cycles", f"{self.cycles}{each}"),
             ("drafts", f"{kept} of {drafted} tokens kept ({self.drafter})" if drafted else str(about["reason"])),
+            *self._prediction(),
         ]
+
+    def _prediction(self) -> list[tuple[str, str]]:
+        if not self.prediction_offered:
+            return []
+        return [("prediction", f"{self.prediction_accepted} of {self.prediction_offered} tokens kept")]
 
     def __repr__(self) -> str:
         return f"<RunStats {', '.join(f'{label}: {value}' for label, value in self.facts())}>"
@@ -99,6 +107,7 @@ class RunStats(Stats):
             "faults": dict(self.faults),
             "forbidden": self.forbidden,
             "draft": dict(self.draft),
+            "prediction": {"offered": self.prediction_offered, "accepted": self.prediction_accepted},
         }
 
 

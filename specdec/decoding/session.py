@@ -1,9 +1,12 @@
-"""A session: one sequence of tokens and its states. Feed text, generate, feed more, rewind, save."""
+"""A session: one sequence of tokens and its states. Feed text, generate, feed more, rewind, save.
+
+A language model makes sessions, and generates in a fresh one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -12,8 +15,8 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.parts import Parts, Prompt, language_model, override_generation
-from specdec.decoding.result import Result
+from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation
+from specdec.decoding.result import Result, html_table
 from specdec.decoding.sequence import Counts, LiveSequence
 from specdec.decoding.session_file import (
     SavedSession,
@@ -24,6 +27,7 @@ from specdec.decoding.session_file import (
     write_session,
 )
 from specdec.decoding.stream import OneThread, Stream
+from specdec.drafters.prediction import PredictedText
 from specdec.errors import PromptError, SessionFileError, StateError, shown
 from specdec.registry import calling
 from specdec.text import common_prefix
@@ -182,7 +186,9 @@ class Session:
             with sequence.running("restore"):
                 snapshot = attrs.evolve(snapshot, capacity=self._lm.capacity)
                 state = sequence.target.restore(snapshot, self._lm.drafter.needs)
-            other._sequence = self._new_sequence(list(sequence.tokens), sequence.counts, state=state, saved=saved)
+            other._sequence = self._new_sequence(
+                list(sequence.tokens), sequence.counts, state=state, saved=saved, failure=sequence.failure
+            )
             other.extra = extra
         return other
 
@@ -230,11 +236,21 @@ class Session:
             return snapshot, sequence.ask("snapshot", sequence.context)
 
     @checked(PromptError)
-    def stream(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        prediction: Prompt | None = None,
+        depth: int | None = None,
+        **settings: Unpack[GenerationSettings],
+    ) -> Stream:
         """Feed ``prompt`` (if any) and generate; iterate over the result for text.
 
         Args:
             prompt: text or token ids to append first; ids are a sequence or a 1-d array of integers.
+            prediction: text or token ids that the output is expected to repeat, such as a file that it edits. Where it
+                does, they are drafted before the drafter is asked. A wrong prediction costs a little time.
+            depth: draft tokens per cycle, at most, in place of the depth policy; 0 is plain decoding.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
                 ...); the configuration's value if omitted or None.
 
@@ -242,17 +258,22 @@ class Session:
         """
         with self._in_use() as sequence:
             generation = override_generation(self._lm.config.generation, settings)
+            if depth is not None and depth < 0:
+                raise PromptError(f"depth is 0 or more draft tokens, got {shown(depth)}")
             added = [] if prompt is None else self._encoded(prompt, sequence)
             begin = [*sequence.tokens, *added]
             if not begin:
                 raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
-            stream = Stream(self._lm, sequence, generation, begin, self._alone)
+            if isinstance(prediction, str):
+                prediction = self._lm.tokenizer.encode(prediction, add_special=False)
+            predicted = PredictedText(self._lm.encode(prediction), len(begin)) if prediction else None
+            stream = Stream(self._lm, sequence, generation, begin, self._alone, predicted, depth)
             sequence.tokens.extend(added)
             self._stream = stream
         return stream
 
     @checked(PromptError)
-    def generate(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Result:
+    def generate(self, prompt: Prompt | None = None, **settings: Unpack[CallSettings]) -> Result:
         """Run ``stream`` to the end and return its result. Takes the same arguments."""
         return self.stream(prompt, **settings).result
 
@@ -277,3 +298,84 @@ class Session:
             if not held.intact:
                 self._sequence = self._new_sequence(list(held.tokens), held.counts, failure=held.failure)
             yield self._sequence
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LanguageModel(Parts):
+    """A target with its drafter, verifier and depth policy, ready to generate. Make one with ``specdec.load``.
+
+    Its parts are the attributes of ``Parts``. A variant over the same weights is made with ``attrs.evolve``.
+    """
+
+    def session(self) -> Session:
+        """An empty session: feed, generate, feed more, rewind."""
+        return Session(self)
+
+    @checked(PromptError)
+    def stream(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[CallSettings]) -> Stream:
+        """Generate in a fresh session; iterate for text, then read ``result``.
+
+        Args:
+            prompt: text or token ids, as a sequence or a 1-d array of integers.
+            chat: wrap the text as a user message in the checkpoint's chat template.
+            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted. Also
+                ``prediction``, a text that the output is expected to repeat, such as the file that it edits, and
+                ``depth``, draft tokens per cycle in place of the depth policy.
+        """
+        if chat:
+            if not isinstance(prompt, str):
+                raise PromptError("a chat prompt is text, got token ids")
+            prompt = self.chat_prompt([{"role": "user", "content": prompt}])
+        return self.session().stream(prompt, **settings)
+
+    @checked(PromptError)
+    def generate(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[CallSettings]) -> Result:
+        """Generate a whole continuation, and return its text, tokens and counters.
+
+        Args: as for ``stream``.
+
+        Raises: PromptError for an unusable prompt or setting; PluginError when a plugin fails that decides the output.
+        """
+        return self.stream(prompt, chat=chat, **settings).result
+
+    @checked(PromptError)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        template: Mapping[str, Any] | None = None,
+        **settings: Unpack[CallSettings],
+    ) -> Result:
+        """Answer a conversation in a fresh session; ``Conversation`` keeps its state between turns.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}``, oldest first.
+            template: variables of the chat template, such as ``{"enable_thinking": False}``.
+            **settings: as for ``stream``.
+
+        Raises: as ``generate``, and PromptError when the checkpoint has no chat template or it fails.
+        """
+        return self.stream(self.chat_prompt(messages, **(template or {})), **settings).result
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]], **template: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins. Raises: PromptError."""
+        if not messages:
+            raise PromptError("there are no messages", try_='[{"role": "user", "content": "..."}]')
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **template), add_special=False)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        info = self.info
+        return [
+            ("model", f"{self.config.target.model} ({info.family}, {info.dtype} on {info.device or info.backend})"),
+            ("drafter", f"{self.drafter.spec.name}, depth policy {self.depth.spec.name}"),
+            ("verifier", f"{self.config.verifier.name}, guarantee {self.verifier.guarantee.value}"),
+            ("parity", info.parity.value),
+            ("tokens", f"{self.capacity} in a session"),
+            *(("notice", notice) for notice in self.notices),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<LanguageModel {', '.join(f'{label}: {value}' for label, value in self._facts()[:4])}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._facts())

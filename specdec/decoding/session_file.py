@@ -7,10 +7,11 @@ compared with what the model makes of it, so that an array of another name, shap
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,10 @@ class _Counters:
             raise ConfigError("offered, reached and accepted do not belong together")
 
     def stats(self) -> Stats:
-        return Stats(
-            cycles=self.cycles,
-            tokens=self.tokens,
-            offered=list(self.offered),
-            reached=list(self.reached),
-            accepted=list(self.accepted),
-        )
+        counts: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in attrs.asdict(self).items()
+        }
+        return Stats(**counts)
 
 
 @attrs.frozen(kw_only=True)
@@ -190,41 +188,51 @@ def _parsed(text: str) -> Any:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the file to a SessionFileError."""
+    try:
+        yield
+    except SessionFileError as error:
+        raise SessionFileError(error.message, file=path, try_=error.facts.get("try")) from error.__cause__
+
+
 def read_session(path: Path, target: ForwardPass) -> SavedSession:
     """Read and check a saved session. Raises: SessionFileError with the reason when the file cannot be used."""
-    try:
-        open_file(path).close()  # the library would wait for a pipe's writer
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()} if _KEY in metadata else {}
-    except OSError as error:
-        raise SessionFileError(f"the session file cannot be read: {_reason(error)}", file=path) from error
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise SessionFileError(f"this is not a complete session file: {error}", file=path) from error
-    if _KEY not in metadata:
-        raise SessionFileError("this safetensors file is not a saved session", file=path)
-    described = _described(metadata, tensors, path)
-    _check_model(described.model, target.info, path)
-    saved = _assembled(described, tensors, path)
-    # the state holds all tokens but the last, or fewer if some were fed and nothing was generated yet
-    if saved.snapshot.length > max(len(saved.tokens) - 1, 0):
-        raise SessionFileError(
-            f"the session file's state holds {saved.snapshot.length} of {len(saved.tokens)} tokens: one must be left",
-            file=path,
-        )
-    if any(not 0 <= token < target.info.vocab_size for token in saved.tokens):
-        raise SessionFileError("the session file has tokens outside the vocabulary", file=path)
-    return saved
+    with _naming(path):
+        try:
+            open_file(path).close()  # the library would wait for a pipe's writer
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()} if _KEY in metadata else {}
+        except OSError as error:
+            raise SessionFileError(f"the session file cannot be read: {_reason(error)}") from error
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise SessionFileError(f"this is not a complete session file: {error}") from error
+        if _KEY not in metadata:
+            raise SessionFileError("this safetensors file is not a saved session")
+        described = _described(metadata, tensors)
+        for key, ours in _identity(target.info).items():  # a state of these weights, as this backend lays it out
+            if (theirs := described.model.get(key)) != ours:
+                what = "model" if key == "fingerprint" else key
+                raise SessionFileError(f"the session was saved with another {what}: {theirs!r}, this one has {ours!r}")
+        saved = _assembled(described, tensors)
+        # the state holds all tokens but the last, or fewer if some were fed and nothing was generated yet
+        held, total = saved.snapshot.length, len(saved.tokens)
+        if held > max(total - 1, 0):
+            raise SessionFileError(f"the session file's state holds {held} of {total} tokens: one must be left")
+        if any(not 0 <= token < target.info.vocab_size for token in saved.tokens):
+            raise SessionFileError("the session file has tokens outside the vocabulary")
+        return saved
 
 
-def _described(metadata: Mapping[str, str], tensors: Tensors, path: Path) -> _Description:
+def _described(metadata: Mapping[str, str], tensors: Tensors) -> _Description:
     """The description of an undamaged file of this format."""
     text, checksum = metadata[_KEY], metadata.get(_CHECKSUM)
     try:
         if checksum is not None and checksum != _checksum(text, tensors):
             raise SessionFileError(
-                "the session file is damaged: its contents do not have the checksum that was written with them",
-                file=path,
+                "the session file is damaged: its contents do not have the checksum that was written with them"
             )
         described = _parsed(text)
         version = described.get("format") if isinstance(described, dict) else None
@@ -233,37 +241,17 @@ def _described(metadata: Mapping[str, str], tensors: Tensors, path: Path) -> _De
         if version != FORMAT:
             raise SessionFileError(
                 f"the session file has format {version}, this version reads {FORMAT}",
-                file=path,
                 try_="a newer specdec" if version > FORMAT else "saving the session again",
             )
         if checksum is None:
-            raise SessionFileError("the session file is damaged: it has no checksum", file=path)
+            raise SessionFileError("the session file is damaged: it has no checksum")
         return structure_options(described, _Description)
-    except ConfigError as error:
-        reason = error.message
-    except ValueError as error:
-        reason = str(error)
-    raise SessionFileError(f"the session file's description is broken: {reason}", file=path)
+    except (ConfigError, ValueError) as error:
+        reason = error.message if isinstance(error, ConfigError) else error
+        raise SessionFileError(f"the session file's description is broken: {reason}") from None
 
 
-def _check_model(theirs: Mapping[str, str], info: ModelInfo, path: Path) -> None:
-    """Refuse a state of other weights, or one laid out by another backend or dtype."""
-    for key, ours in _identity(info).items():
-        if theirs.get(key) != ours:
-            raise SessionFileError(
-                f"the session was saved with another {'model' if key == 'fingerprint' else key}: "
-                f"{theirs.get(key)!r}, this one has {ours!r}",
-                file=path,
-            )
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    if tensor.is_floating_point() and tensor.itemsize == 1:
-        tensor = tensor.float()  # narrow floats lack the operation
-    return bool(tensor.isfinite().all())
-
-
-def _assembled(described: _Description, tensors: Tensors, path: Path) -> SavedSession:
+def _assembled(described: _Description, tensors: Tensors) -> SavedSession:
     """The session from a file's parts, once each is of the right kind."""
     parts: dict[str, dict[str, torch.Tensor]] = {_STATE: {}, _DRAFTER: {}}
     for name, tensor in tensors.items():
@@ -271,16 +259,16 @@ def _assembled(described: _Description, tensors: Tensors, path: Path) -> SavedSe
         if part is not None:
             parts[part][name.removeprefix(part)] = tensor
         elif name != _TOKENS:
-            raise SessionFileError(f"the session file has an array {name!r}, which belongs to nothing", file=path)
+            raise SessionFileError(f"the session file has an array {name!r}, which belongs to nothing")
         if not _finite(tensor):
-            raise SessionFileError(f"the session file's array {name!r} has values that are not finite", file=path)
+            raise SessionFileError(f"the session file's array {name!r} has values that are not finite")
     tokens = tensors.get(_TOKENS)
     if tokens is None or tokens.dtype != torch.int64 or tokens.dim() != 1:
         got = "there are none" if tokens is None else f"got {tokens.dtype} of {tokens.dim()} dimensions"
-        raise SessionFileError(f"the session file's tokens are not a list of token ids: {got}", file=path)
+        raise SessionFileError(f"the session file's tokens are not a list of token ids: {got}")
     own = described.drafter
     if own is None and parts[_DRAFTER]:
-        raise SessionFileError("the session file has arrays of a drafter and does not name it", file=path)
+        raise SessionFileError("the session file has arrays of a drafter and does not name it")
     return SavedSession(
         tokens=tuple(tokens.tolist()),
         cycle=described.cycle,
@@ -290,6 +278,12 @@ def _assembled(described: _Description, tensors: Tensors, path: Path) -> SavedSe
         drafter_snapshot=None if own is None else DrafterSnapshot(parts[_DRAFTER], own.meta),
         extra=described.extra,
     )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.float()  # narrow floats lack the operation
+    return bool(tensor.isfinite().all())
 
 
 # --- restoring -------------------------------------------------------------------------------------------------------
@@ -306,7 +300,6 @@ def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs
         raise SessionFileError(
             f"the saved session has {len(saved.tokens)} tokens, this one holds {capacity}", file=path
         )
-
     try:
         with calling(("target", target.info.family), "restore"):  # backends raise different errors for unusable arrays
             arrays = {name: target.from_host(array) for name, array in held.arrays.items()}
@@ -315,14 +308,16 @@ def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs
             reason = _difference(held.arrays, _on_host(again.arrays, target))
     except SpecdecError as error:
         raise SessionFileError(f"the saved state does not fit this model: {error.message}", file=path) from error
-    if not reason and (state.length, again.length) != (held.length, held.length):
-        reason = f"it holds {state.length} tokens, and {held.length} belong to it"
-    if not reason and any(again.meta.get(name, number) != number for name, number in held.meta.items()):
-        reason = f"its numbers are {dict(held.meta)}, and the model's {dict(again.meta)}"
     unused = held.arrays.keys() - again.arrays.keys()
-    if not reason and unused and (needs.mtp or not target.info.mtp_layers):  # a head's cache may be left out
+    if reason:
+        pass
+    elif (state.length, again.length) != (held.length, held.length):
+        reason = f"it holds {state.length} tokens, and {held.length} belong to it"
+    elif any(again.meta.get(name, number) != number for name, number in held.meta.items()):
+        reason = f"its numbers are {dict(held.meta)}, and the model's {dict(again.meta)}"
+    elif unused and (needs.mtp or not target.info.mtp_layers):  # a head's cache may be left out
         reason = f"it has an array {min(unused)!r}, which the model does not know"
-    if not reason and state.pairs is not None and state.pairs.length not in (0, state.length):
+    elif state.pairs is not None and state.pairs.length not in (0, state.length):
         reason = f"its MTP head knows {state.pairs.length} of {state.length} positions"
     if reason:
         raise SessionFileError(f"the saved state does not fit this model: {reason}", file=path)

@@ -19,6 +19,7 @@ from specdec.decoding.cycle import run_cycle
 from specdec.decoding.parts import Parts, language_model, make_sampling
 from specdec.decoding.result import Result, RunStats
 from specdec.decoding.sequence import LiveSequence, prefill
+from specdec.drafters.prediction import PredictedText
 from specdec.errors import SpecdecError, StateError
 from specdec.logs import get_logger
 from specdec.registry import calling, notify_cycle
@@ -63,7 +64,14 @@ class Stream:
     """
 
     def __init__(
-        self, lm: Parts, sequence: LiveSequence, settings: GenerationConfig, prompt: list[int], alone: OneThread
+        self,
+        lm: Parts,
+        sequence: LiveSequence,
+        settings: GenerationConfig,
+        prompt: list[int],
+        alone: OneThread,
+        prediction: PredictedText | None = None,
+        depth: int | None = None,
     ) -> None:
         """Args: ``prompt``: the tokens that the sequence has when the generation begins."""
         self._lm = language_model(lm, "a stream")
@@ -71,6 +79,8 @@ class Stream:
         self.settings = settings
         self._prompt = prompt
         self._alone = alone
+        self._prediction = prediction
+        self._depth = depth  # in place of the policy's
         self._stats = RunStats(drafter=lm.drafter.spec.name)
         self._decoder = IncrementalDecoder(lm.tokenizer)
         self._matcher = StopMatcher(settings.stop)
@@ -170,7 +180,7 @@ class Stream:
         prefill(sequence, stats, lambda: self.stopping)
         log.info("prefilled", tokens=len(self._prompt), elapsed_s=round(perf_counter() - started, 6))
         every_cycle = log.isEnabledFor(logging.DEBUG)
-        deepest = 0  # depth asked for
+        deepest: int | None = None  # depth that the policy chose
         while self._reason is None:
             produced = len(sequence.tokens) - len(self._prompt)
             room = min(self.settings.max_new_tokens - produced, lm.capacity - len(sequence.tokens))
@@ -180,12 +190,22 @@ class Stream:
                 self._reason = "context"
             else:
                 started = perf_counter()
-                with calling(lm.depth.spec, "next_depth"):
-                    depth = max(0, min(operator.index(policy.next_depth(stats)), lm.info.max_rows - 1, room - 1))
-                deepest = max(deepest, depth)
-                record = run_cycle(sequence, depth, self._cut, stats)
-                with calling(lm.depth.spec, "record"):
-                    policy.record(record)
+                most = min(room, lm.info.max_rows) - 1
+                depth = most if self._depth is None else min(self._depth, most)
+                predicted = () if self._prediction is None else self._prediction.draft(sequence.tokens, depth)
+                if predicted:
+                    depth = len(predicted)
+                elif self._depth is None:
+                    with calling(lm.depth.spec, "next_depth"):
+                        depth = max(0, min(operator.index(policy.next_depth(stats)), most))
+                    deepest = max(deepest or 0, depth)
+                record = run_cycle(sequence, depth, self._cut, stats, predicted)
+                if predicted:
+                    stats.prediction_offered += record.offered
+                    stats.prediction_accepted += record.accepted
+                elif self._depth is None:
+                    with calling(lm.depth.spec, "record"):
+                        policy.record(record)
                 self._notices += notify_cycle(record)
                 if every_cycle:
                     log.debug("cycle", **attrs.asdict(record))
@@ -212,55 +232,45 @@ class Stream:
         )
 
     def _cut(self, emitted: tuple[int, ...]) -> int:
-        """Take the tokens one by one until one of them ends the generation; returns how many were taken."""
-        produced = len(self._sequence.tokens) - len(self._prompt)
-        if not self.settings.stop:
-            return self._cut_at_ids(emitted, produced)
-        for taken, token in enumerate(emitted, start=1):
-            if token in self._stop_ids:
-                self._reason = "stop"
-                return taken
-            text, matched = self._matcher.push(self._decoder.push([token]))
-            self._piece += text
-            self._text += text
-            if matched is not None:
-                self._reason = "stop_string"
-                return taken
-            if produced + taken >= self.settings.max_new_tokens:
-                self._reason = "length"
-                return taken
-        return len(emitted)
-
-    def _cut_at_ids(self, emitted: tuple[int, ...], produced: int) -> int:
-        """``_cut`` without stop strings, so that all tokens are decoded at once.
+        """Take tokens until one of them ends the generation; returns how many were taken.
 
         A cycle never emits more tokens than there is room for.
         """
-        taken, shown = len(emitted), emitted
-        if not self._stop_ids.isdisjoint(emitted):
-            taken = next(i for i, token in enumerate(emitted, start=1) if token in self._stop_ids)
-            shown = emitted[: taken - 1]
+        produced = len(self._sequence.tokens) - len(self._prompt)
+        end = next((place for place, token in enumerate(emitted) if token in self._stop_ids), None)
+        taken, shown = len(emitted) if end is None else end + 1, emitted[:end]
+        if end is not None:
             self._reason = "stop"
         elif produced + taken >= self.settings.max_new_tokens:
             self._reason = "length"
-        text = self._decoder.push(shown)
+        if self.settings.stop:
+            text = ""
+            for count, token in enumerate(shown, start=1):
+                piece, matched = self._matcher.push(self._decoder.push([token]))
+                text += piece
+                if matched is not None:
+                    self._reason, taken = "stop_string", count
+                    break
+        else:
+            text = self._decoder.push(shown)
         self._piece += text
         self._text += text
         return taken
 
-    def _finish(self, deepest: int, policy: DepthPolicy) -> Result:
+    def _finish(self, deepest: int | None, policy: DepthPolicy) -> Result:
         lm, sequence, stats = self._lm, self._sequence, self._stats
-        with calling(lm.depth.spec, "reason"):
-            reason = policy.reason
+        reason = "depth 0 was requested" if self._depth == 0 else ""
+        if deepest is not None:
+            with calling(lm.depth.spec, "reason"):
+                reason = policy.reason
         stats.draft.update(sequence.ask("report") or {})
         stats.inactive_reason = sequence.failure
         if not stats.offered and not stats.inactive_reason and stats.cycles:
             if lm.drafter.spec.name == "none":
                 stats.inactive_reason = "drafter 'none' was chosen"
-            elif deepest == 0:
-                why = reason or f"the depth policy {lm.depth.spec.name!r} chose depth 0 in every cycle"
-                stats.inactive_reason = why
-        if reason and not stats.inactive_reason:  # speculation ran for a while, then went off for this reason
+            elif deepest == 0 and not reason:
+                reason = f"the depth policy {lm.depth.spec.name!r} chose depth 0 in every cycle"
+        if reason and not stats.inactive_reason:  # it may have run for a while, then gone off for this reason
             stats.inactive_reason = reason
         return Result(
             prompt=self._prompt,

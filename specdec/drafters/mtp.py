@@ -19,7 +19,7 @@ from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, D
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
 from specdec.hookspecs import hookimpl
-from specdec.sampling import CoupledDraft
+from specdec.sampling import CoupledDraft, is_plain
 
 
 @attrs.frozen(kw_only=True)
@@ -33,7 +33,8 @@ class MtpDrafter(Drafter):
     def __init__(self, config: MtpConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
-        self._gate = DraftGate(config.min_confidence, config.min_margin)
+        gated = config.min_confidence > 0 or config.min_margin > 0
+        self._gate = DraftGate(config.min_confidence, config.min_margin) if gated else None
         self._choice: HeadChoice | None = None
         self._dead_ends = 0  # drafts that ended because sampling rules left no token of the vocabulary
         if env.shared is not None:
@@ -41,15 +42,17 @@ class MtpDrafter(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         head = None if self._choice is None else self._choice.follow(context)
-        drawing = Drawing(self._gate, context, reduced=head is not None)
-        if drawing.greedy:
+        sampling = context.sampling
+        if self._gate is None and sampling.temperature == 0 and is_plain(sampling):
             return Draft(self._target.draft_mtp(self._state, context[-1], depth, head=head))
-        if self._is_point_mass(context):
+        coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
+        if self._gate is None and coupled and not sampling.processors:  # the target can choose the tokens on its device
             pairs = self._state.pairs
             known = pairs is not None and pairs.waiting > 0
             tokens = self._target.draft_mtp(self._state, context[-1], depth, head=head, choose=CoupledDraft(context))
             self._dead_ends += known and len(tokens) < depth
             return Draft(tokens)
+        drawing = Drawing(self._gate or DraftGate(), context, reduced=head is not None)
         self._target.draft_mtp(
             self._state, context[-1], depth, head=head, choose=lambda logits, drafted: drawing.next(logits)
         )
@@ -61,15 +64,8 @@ class MtpDrafter(Drafter):
             self._choice.forget()
 
     def report(self) -> Mapping[str, Any]:
-        if self._choice is None:
-            return self._gate.report()
-        return {**self._choice.report(), "dead_ends": self._dead_ends, **self._gate.report()}
-
-    def _is_point_mass(self, context: Context) -> bool:
-        """Whether a draft has the token that its own logits and the target's noise give, without a gate."""
-        sampling = context.sampling
-        coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
-        return coupled and not sampling.processors and not self._gate.enabled
+        gate = {} if self._gate is None else self._gate.report()
+        return gate if self._choice is None else {**self._choice.report(), "dead_ends": self._dead_ends, **gate}
 
 
 def prepare(config: MtpConfig, env: PrepareEnv) -> PreparedVocabulary | None:

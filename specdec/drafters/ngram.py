@@ -5,6 +5,8 @@ Source: prompt lookup decoding, A. Saxena 2023. The drafts are point masses; no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from specdec.config import between
@@ -25,29 +27,30 @@ class NgramConfig:
             raise ConfigError(f"min_order ({self.min_order}) is above max_order ({self.max_order})")
 
 
-class NgramDrafter(Drafter):
-    """An index from n-grams to the positions after them, extended by each new token and cut by a rewind."""
+class NgramIndex:
+    """The n-grams of a text, and the positions after them.
 
-    def __init__(self, config: NgramConfig, env: DrafterEnv | None = None) -> None:
-        self._orders = range(config.max_order, config.min_order - 1, -1)
-        self._tokens: list[int] = []  # indexed so far
+    Args:
+        longest, shortest: tokens of the n-grams.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._orders = range(longest, shortest - 1, -1)
+        self._tokens: list[int] = []
         self._followers: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where its continuations start, ascending
 
-    def propose(self, context: Context, depth: int) -> Draft:
-        # leave the last token for the next call, so that the suffix itself is not indexed yet
-        for token in context[len(self._tokens) : len(context) - 1]:
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
             self._tokens.append(token)
             for gram in self._ending_here():
                 self._followers.setdefault(gram, []).append(len(self._tokens))
-        for order in self._orders:
-            if order >= len(context):
-                continue
-            starts = self._followers.get(tuple(context[-order:]))
-            if starts:
-                return Draft(tuple(context[starts[-1] : starts[-1] + depth]))
-        return EMPTY_DRAFT
 
-    def rewind(self, length: int) -> None:
+    def cut(self, length: int) -> None:
+        """Forget the text from position ``length`` on."""
         while len(self._tokens) > length:
             for gram in self._ending_here():
                 starts = self._followers[gram]
@@ -56,9 +59,32 @@ class NgramDrafter(Drafter):
                     del self._followers[gram]
             self._tokens.pop()
 
+    def starts(self, context: Sequence[int]) -> Sequence[int]:
+        """The positions after the longest suffix of ``context`` that is an n-gram of the text, ascending."""
+        for order in self._orders:
+            if order <= len(context) and (starts := self._followers.get(tuple(context[-order:]))):
+                return starts
+        return ()
+
     def _ending_here(self) -> list[tuple[int, ...]]:
         """The n-grams that end with the last indexed token."""
         return [tuple(self._tokens[-order:]) for order in self._orders if order <= len(self._tokens)]
+
+
+class NgramDrafter(Drafter):
+    """Looks the end of the context up in an index of the context, extended by new tokens and cut by a rewind."""
+
+    def __init__(self, config: NgramConfig, env: DrafterEnv | None = None) -> None:
+        self._index = NgramIndex(config.max_order, config.min_order)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        # leave the last token for the next call, so that the suffix itself is not indexed yet
+        self._index.extend(context[len(self._index) : len(context) - 1])
+        starts = self._index.starts(context)
+        return Draft(tuple(context[starts[-1] : starts[-1] + depth])) if starts else EMPTY_DRAFT
+
+    def rewind(self, length: int) -> None:
+        self._index.cut(length)
 
 
 @hookimpl

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
@@ -14,7 +14,6 @@ from specdec.contract import BackendSpec, DepthPolicySpec, DrafterSpec, ModelSpe
 from specdec.errors import PluginError, typed
 
 Spec = DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec | BackendSpec | ModelSpec
-S = TypeVar("S", DrafterSpec, VerifierSpec, DepthPolicySpec, ProcessorSpec, BackendSpec, ModelSpec)
 
 BUILT_INS = (
     "specdec.drafters.none",

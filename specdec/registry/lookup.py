@@ -8,23 +8,28 @@ plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin 
 from __future__ import annotations
 
 import importlib.metadata
+import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from specdec.checking import checked
 from specdec.config import structure_choice
 from specdec.contract import (
     BackendSpec,
+    Context,
     CycleRecord,
     DepthPolicySpec,
+    Draft,
     DrafterSpec,
+    DraftNoise,
     ForwardPass,
     ModelInfo,
     ModelSpec,
     Needs,
     ProcessorSpec,
+    Verdict,
     VerifierSpec,
 )
 from specdec.errors import (
@@ -40,13 +45,34 @@ from specdec.errors import (
     typed,
 )
 from specdec.locks import ForkSafeLock
-from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, kind_of, names_of
-from specdec.registry.plugins import Candidate, Entry, Failure, Loader, Origin, Plugin, flag, module_of, tracing
+from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, kind_of, names_of
+from specdec.registry.plugins import Entry, Failure, Loader, Origin, Plugin, flag, module_of, tracing
 
 if TYPE_CHECKING:
     import click
 
     from specdec.config import Choice, TargetConfig
+
+
+Found = TypeVar("Found", covariant=True)
+
+
+class _Finder(Protocol[Found]):
+    """A look-up by name, as a method of the registry."""
+
+    def __call__(self, name: str, asked_by: str | None = None) -> Found: ...
+
+
+def _finder(kind: Kind, spec_type: type[Found]) -> _Finder[Found]:
+    @checked()
+    def find(self: Registry, name: str, asked_by: str | None = None) -> Found:
+        """The spec called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
+
+        Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
+        """
+        return cast(Found, self._find(kind, name, asked_by))
+
+    return cast(_Finder[Found], find)
 
 
 class Registry:
@@ -104,7 +130,7 @@ class Registry:
         if module == "__main__" and self._loader.holds_script(plugin):
             return
         with self._loader.lock.held:
-            outcome = self._loader.admit(Candidate(name or module, Origin(module=module), lambda: plugin))
+            outcome = self._loader.admit(Plugin(name or module, Origin(module=module), lambda: plugin))
             if isinstance(outcome, Failure):
                 raise outcome.as_error() from outcome.error
             for kind, taken, claims in self._conflicts():
@@ -113,40 +139,12 @@ class Registry:
                     raise _conflict_error(kind, taken, claims, None)
             self._find_observers()
 
-    # --- look-up -----------------------------------------------------------------------------------------------------
-
-    @checked()
-    def drafter(self, name: str, asked_by: str | None = None) -> DrafterSpec:
-        """The drafter called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
-
-        Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
-        """
-        return self._find(Kind.DRAFTER, DrafterSpec, name, asked_by)
-
-    @checked()
-    def verifier(self, name: str, asked_by: str | None = None) -> VerifierSpec:
-        """The verifier called ``name``; errors as for ``drafter``."""
-        return self._find(Kind.VERIFIER, VerifierSpec, name, asked_by)
-
-    @checked()
-    def depth_policy(self, name: str, asked_by: str | None = None) -> DepthPolicySpec:
-        """The depth policy called ``name``; errors as for ``drafter``."""
-        return self._find(Kind.DEPTH_POLICY, DepthPolicySpec, name, asked_by)
-
-    @checked()
-    def processor(self, name: str, asked_by: str | None = None) -> ProcessorSpec:
-        """The logits processor called ``name``; errors as for ``drafter``."""
-        return self._find(Kind.PROCESSOR, ProcessorSpec, name, asked_by)
-
-    @checked()
-    def backend(self, name: str, asked_by: str | None = None) -> BackendSpec:
-        """The backend called ``name``; errors as for ``drafter``."""
-        return self._find(Kind.BACKEND, BackendSpec, name, asked_by)
-
-    @checked()
-    def model(self, model_type: str, asked_by: str | None = None) -> ModelSpec:
-        """The family that reads checkpoints of ``model_type``; errors as for ``drafter``."""
-        return self._find(Kind.MODEL, ModelSpec, model_type, asked_by)
+    drafter = _finder(Kind.DRAFTER, DrafterSpec)
+    verifier = _finder(Kind.VERIFIER, VerifierSpec)
+    depth_policy = _finder(Kind.DEPTH_POLICY, DepthPolicySpec)
+    processor = _finder(Kind.PROCESSOR, ProcessorSpec)
+    backend = _finder(Kind.BACKEND, BackendSpec)
+    model = _finder(Kind.MODEL, ModelSpec)  # by a ``model_type``
 
     def origin_of(self, spec: Spec) -> Origin:
         """Where ``spec`` comes from; an unregistered spec belongs to this program."""
@@ -186,52 +184,48 @@ class Registry:
     def _by_name(self, kind: Kind) -> dict[str, list[Entry]]:
         found: dict[str, list[Entry]] = {}
         for entry in self._loader.entries:
-            if entry.kind is kind:
-                for name in names_of(entry.spec):
-                    found.setdefault(name, []).append(entry)
+            for name in names_of(entry.spec) if entry.kind is kind else ():
+                found.setdefault(name, []).append(entry)
         return found
 
     def _raise_failures(self) -> None:
         for failure in self._loader.failures:
             raise failure.as_error() from failure.error
 
-    def _find(self, kind: Kind, spec_type: type[S], name: str, asked_by: str | None) -> S:
+    def _find(self, kind: Kind, name: str, asked_by: str | None) -> Spec:
         self.load()
-        known = self._by_name(kind)
+        known, key = self._by_name(kind), KINDS[kind].key
         claims = known.get(name, [])
         if len(claims) == 1:
-            return cast(S, claims[0].spec)
+            return claims[0].spec
         if claims:
             raise _conflict_error(kind, name, claims, asked_by)
-        key = KINDS[kind].key
-        for failure in self._loader.failures:
-            if failure.fatal and failure.stands_for(name):
-                other = _suggested(kind, known)
+        broken = [failure for failure in self._loader.failures if failure.fatal]
+        usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
+        usual = min(
+            usable, key=lambda name: (name != KINDS[kind].usual, not usable[name].origin.built_in, name), default=None
+        )
+        listed = (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
+        facts: dict[str, Any] = {"asked_for_by": asked_by, "available": ", ".join(listed) or "nothing"}
+        for failure in broken:
+            if failure.stands_for(name):
                 raise PluginError(
                     f"the plugin that should provide the {kind.value} {name!r} could not be loaded",
-                    asked_for_by=asked_by,
+                    **facts,
                     plugin=f"{failure.name} ({failure.origin})",
                     error=failure.reason,
-                    available=_listed(known),
-                    try_=failure.remedy(f'set {key} = "{other}"' if key and other else None),
+                    try_=failure.remedy(f'set {key} = "{usual}"' if key and usual else None),
                 ) from failure.error
-        raise self._unknown(kind, name, known, asked_by)
-
-    def _unknown(
-        self, kind: Kind, name: str, known: Mapping[str, list[Entry]], asked_by: str | None
-    ) -> UnknownNameError:
-        broken = [failure for failure in self._loader.failures if failure.fatal]
-        failed = {word for failure in broken for word in (failure.name, *failure.provides)}
-        key, match = KINDS[kind].key, nearest(name, known) or _suggested(kind, known)
-        what = "reads model_type" if kind is Kind.MODEL else "is called"
+        match = nearest(name, known) or usual
         remedy = f'set {key} = "{match}", or install the plugin that provides {name!r}' if key and match else None
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
         if plugin and not self.has_distribution(plugin):
             remedy = f"install {plugin} (plugins/ in specdec's repository), {why}"
-        return UnknownNameError(
-            f"no {kind.value} {what} {name!r}.{did_you_mean(name, [*known, *sorted(failed)])}",
-            asked_for_by=asked_by,
-            available=_listed(known),
+        failed = sorted({word for failure in broken for word in (failure.name, *failure.provides)})
+        raise UnknownNameError(
+            f"no {kind.value} {'reads model_type' if kind is Kind.MODEL else 'is called'} {name!r}."
+            f"{did_you_mean(name, [*known, *failed])}",
+            **facts,
             not_loaded="; ".join(map(str, broken)) or None,
             try_=remedy,
         )
@@ -266,7 +260,7 @@ class Registry:
         Raises: PluginError when a plugin fails; continuing would run another engine than intended.
         """
         self.load()
-        for plugin, call in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
+        for plugin, call in reversed(self._loader.hooks("specdec_forward_pass")):  # pluggy's order: the last one first
             with calling(plugin, "specdec_forward_pass"):
                 model: Any = call(target_config=target_config)
                 if model is not None and not (isinstance(model, ForwardPass) and isinstance(model.info, ModelInfo)):
@@ -297,18 +291,15 @@ class Registry:
     def hooks(self) -> list[tuple[str, Plugin]]:
         """What plugins do beside registering specs: a word for it, and the plugin."""
         self.load()
-        return [(word, plugin) for hook, word in HOOKS.items() for plugin in self._loader.implementing(hook)]
-
-    def _hooks(self, name: str) -> list[Hook]:
-        return [(plugin, self._loader.caller(plugin, name)) for plugin in self._loader.implementing(name)]
+        return [(word, plugin) for hook, word in HOOKS.items() for plugin, _ in self._loader.hooks(hook)]
 
     def _find_observers(self) -> None:
-        self._observers = tuple(self._hooks("specdec_cycle"))
+        self._observers = tuple(self._loader.hooks("specdec_cycle"))
 
     def add_commands(self, cli: click.Group) -> None:
         """Let installed plugins add commands; one that raises or uses a taken name adds none."""
         self._loader.advance(sources_left=1)
-        for plugin, call in self._hooks("specdec_commands"):
+        for plugin, call in self._loader.hooks("specdec_commands"):
             before = dict(cli.commands)
             try:
                 call(cli=cli)
@@ -343,18 +334,6 @@ def _conflict_error(kind: Kind, name: str, claims: Sequence[Entry], asked_by: st
         provided_by=" and ".join(f"{claim.origin} ({claim.origin.module})" for claim in claims),
         try_=f"pip uninstall {installed[-1]}" if installed else "give one of them another name",
     )
-
-
-def _listed(known: Mapping[str, list[Entry]]) -> str:
-    names = (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
-    return ", ".join(names) or "nothing"
-
-
-def _suggested(kind: Kind, known: Mapping[str, list[Entry]]) -> str | None:
-    """A name that works: the kind's usual one, else a built-in one."""
-    usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
-    usual = KINDS[kind].usual
-    return min(usable, key=lambda name: (name != usual, not usable[name].origin.built_in, name), default=None)
 
 
 # --- calls into plugins -----------------------------------------------------------------------------------------------
@@ -425,6 +404,59 @@ def _identified(plugin: Any) -> tuple[str, str, str]:
         kind, name, origin = kind_of(plugin), plugin.name, registry().origin_of(plugin)
     label = name if origin is None or origin.built_in else f"{name} ({origin})"
     return kind.value if isinstance(kind, Kind) else kind, name, label
+
+
+# --- what is checked of answers --------------------------------------------------------------------------------------
+
+SUM_TOLERANCE = 1e-4  # of a draft distribution
+
+
+def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -> tuple[Draft, str]:
+    """A draft of plain ints, cut to ``depth`` tokens and before the first id outside the vocabulary.
+
+    Returns it with the fault for which it was cut, or "".
+    Raises: ContractError for what is no Draft, has ``probs`` of another shape, or, where a ratio test reads them,
+        ``probs`` that are not the distributions its tokens were drawn from.
+    """
+    if not isinstance(draft, Draft):
+        raise ContractError(f"propose returned {typed(draft)}", takes="a specdec.Draft")
+    tokens = tuple(map(operator.index, draft.tokens[:depth]))
+    probs, fault = draft.probs, "draft longer than asked for" if len(draft.tokens) > depth else ""
+    outside = next((place for place, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        tokens, fault = tokens[:outside], "draft token outside the vocabulary"
+    if probs is None:
+        return Draft(tokens), fault
+    if len(probs) < len(tokens) or probs.shape[1:] != (vocab_size,):
+        raise ContractError(
+            f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
+            takes=f"probs of shape [K, {vocab_size}] and dtype float32, or None",
+        )
+    probs = probs[: len(tokens)]
+    if context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0:
+        import numpy as np
+
+        sums = probs.sum(axis=1, dtype=np.float64)
+        drawn = probs[np.arange(len(tokens)), list(tokens)]
+        if not (np.all(probs >= 0) and np.all(np.abs(sums - 1) <= SUM_TOLERANCE) and np.all(drawn > 0)):
+            raise ContractError(
+                "propose returned probs that its tokens cannot have been drawn from",
+                takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
+            )
+    return Draft(tokens, probs), fault
+
+
+def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:
+    """``verdict`` on a draft of ``drafted`` tokens, with plain numbers. Raises: ContractError when it is not one."""
+    if not isinstance(verdict, Verdict):
+        raise ContractError(f"verify returned {typed(verdict)}", takes="a specdec.Verdict")
+    accepted, token = operator.index(verdict.accepted), operator.index(verdict.next_token)
+    if not (0 <= accepted <= drafted and 0 <= token < vocab_size):
+        raise ContractError(
+            f"verify returned {typed(verdict)}",
+            takes=f"a Verdict with 0 to {drafted} accepted tokens and a next_token of 0 to {vocab_size - 1}",
+        )
+    return Verdict(accepted, token, tuple((operator.index(at), float(gap)) for at, gap in verdict.deviations))
 
 
 # --- one registry per process ----------------------------------------------------------------------------------------

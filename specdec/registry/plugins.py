@@ -46,11 +46,12 @@ class Origin:
 
 @attrs.frozen(eq=False)
 class Plugin:
-    """A loaded plugin."""
+    """A plugin: ``load`` imports it, and ``plugin`` is what came of that."""
 
-    plugin: object
     name: str
     origin: Origin
+    load: Callable[[], object]
+    plugin: Any = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.origin})"
@@ -68,9 +69,6 @@ class Entry:
     def origin(self) -> Origin:
         """The origin of the plugin."""
         return self.owner.origin
-
-    def __str__(self) -> str:
-        return f"{self.spec.name} ({self.origin})"
 
 
 @attrs.frozen(eq=False)
@@ -120,15 +118,6 @@ class Failure:
         )
 
 
-@attrs.frozen(eq=False)
-class Candidate:
-    """A plugin that is not imported yet."""
-
-    name: str
-    origin: Origin
-    load: Callable[[], object]
-
-
 class Loader:
     """Imports plugins, keeps what they registered, and calls their hooks.
 
@@ -142,8 +131,6 @@ class Loader:
         *,
         trace: bool,
     ) -> None:
-        self._built_ins = tuple(built_ins)
-        self._entry_points = None if entry_points is None else tuple(entry_points)
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         if trace:
@@ -153,50 +140,42 @@ class Loader:
         self.failures: list[Failure] = []
         self.lock = ForkSafeLock()
         self._importing = False
-        self._sources: list[Callable[[], Iterable[Candidate]]] = [self._installed, self._shipped]
-        self._queue: list[Candidate] = []
+        installed = self._installed() if entry_points is None else map(_of_entry_point, entry_points)
+        self._sources: list[Iterable[Plugin]] = [installed, map(_of_built_in, tuple(built_ins))]
+        self._queue: list[Plugin] = []
 
     def advance(self, *, sources_left: int) -> None:
-        """Admit candidates until only ``sources_left`` sources are left; continues where an interruption ended it."""
+        """Admit plugins until only ``sources_left`` sources are left; continues where an interruption ended it."""
         with self.lock.held:
             if self._importing:
                 raise PluginError("a plugin asked for the registry while it was being imported")
             self._importing = True
             try:
                 while self._queue or len(self._sources) > sources_left:
-                    if not self._queue:
-                        self._queue = list(self._sources[0]())
+                    if self._queue:
+                        outcome = self.admit(self._queue[0])
+                        del self._queue[0]
+                        if isinstance(outcome, Failure):
+                            self.fail(outcome)
+                    else:
+                        self._queue = list(self._sources[0])
                         del self._sources[0]
-                        continue
-                    outcome = self.admit(self._queue[0])
-                    del self._queue[0]
-                    if isinstance(outcome, Failure):
-                        self.fail(outcome)
             finally:
                 self._importing = False
 
-    def admit(self, candidate: Candidate) -> Plugin | Failure:
+    def admit(self, candidate: Plugin) -> Plugin | Failure:
         """Import, register and collect one plugin completely, or return a Failure."""
-        name, origin, during = candidate.name, candidate.origin, "import"
-        provides: list[str] = []
-        admitted: Plugin | None = None
+        during, provides, admitted = "import", list[str](), candidate
         try:
-            plugin = candidate.load()
+            loaded = candidate.load()
             during = "registration"
-            if inspect.isclass(plugin):
-                plugin = plugin()
-            self._check_registrable(plugin)
-            admitted = Plugin(plugin, name, origin)
-            label = str(admitted)
-            self._manager.register(plugin, f"{label} #{id(plugin)}" if self._manager.has_plugin(label) else label)
-            self._manager.check_pending()
-            self._check_marks(plugin)
+            admitted = attrs.evolve(candidate, plugin=loaded() if inspect.isclass(loaded) else loaded)
+            self._register(admitted)
             entries = self._collect(admitted, provides)
         except BaseException as error:
-            if admitted is not None:
-                self.remove(admitted)
+            self.remove(admitted)
             if isinstance(error, Exception):
-                return Failure(name, origin, error, during, tuple(provides))
+                return Failure(candidate.name, candidate.origin, error, during, tuple(provides))
             raise
         self.plugins.append(admitted)
         self.entries += entries
@@ -212,9 +191,10 @@ class Loader:
 
     def remove(self, plugin: Plugin) -> None:
         """Remove a plugin and everything it registered."""
-        name = self._manager.get_name(plugin.plugin)
-        if name is not None:
-            self._manager.unregister(name=name)
+        if not any(plugin.plugin is loaded.plugin for loaded in self.plugins if loaded is not plugin):
+            name = self._manager.get_name(plugin.plugin)
+            if name is not None:
+                self._manager.unregister(name=name)
         self.plugins = [loaded for loaded in self.plugins if loaded is not plugin]
         self.entries = [entry for entry in self.entries if entry.owner is not plugin]
 
@@ -229,74 +209,70 @@ class Loader:
             error=failure.reason,
         )
 
-    def implementing(self, hook: str) -> list[Plugin]:
-        """The plugins that implement a hook, in load order."""
-        implementations = getattr(self._manager.hook, hook).get_hookimpls()
-        return [plugin for plugin in self.plugins if any(plugin.plugin is impl.plugin for impl in implementations)]
+    def hooks(self, name: str) -> list[tuple[Plugin, Callable[..., Any]]]:
+        """The plugins that implement a hook, in load order, with their implementation.
 
-    def caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
-        """The hook of one plugin, called through pluggy so that tracing sees it."""
+        It is called through pluggy so that tracing sees it.
+        """
+        implementations = [found.plugin for found in getattr(self._manager.hook, name).get_hookimpls()]
+        return [
+            (plugin, self._caller(plugin, name))
+            for plugin in self.plugins
+            if any(plugin.plugin is found for found in implementations)
+        ]
+
+    def _caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
         others = [other for other in self._manager.get_plugins() if other is not plugin.plugin]
         return self._manager.subset_hook_caller(hook, others)
 
-    # --- candidates --------------------------------------------------------------------------------------------------
-
-    def _shipped(self) -> Iterator[Candidate]:
-        for built_in in self._built_ins:
-            if isinstance(built_in, str):
-                load = functools.partial(importlib.import_module, built_in)
-                yield Candidate(built_in.rpartition(".")[2], Origin(module=built_in), load)
-            else:
-                module = getattr(built_in, "__name__", type(built_in).__name__)
-                yield Candidate(module, Origin(module=module), functools.partial(lambda plugin: plugin, built_in))
-
-    def _installed(self) -> Iterator[Candidate]:
-        if self._entry_points is not None:
-            for entry_point in self._entry_points:
-                yield _candidate(entry_point, entry_point.dist)
-            return
+    def _installed(self) -> Iterator[Plugin]:
         names: set[str] = set()
         for distribution in importlib.metadata.distributions():
             try:  # one distribution with a broken entry_points.txt must not hide all others
                 mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
                 name = re.sub(r"[-_.]+", "-", distribution.name).lower() if mine else ""
+                plugins = [_of_entry_point(entry_point, distribution) for entry_point in mine]
             except Exception as error:  # noqa: BLE001 - broken metadata can raise anything
                 where = str(getattr(distribution, "_path", "unknown distribution"))
                 self.fail(Failure(where, Origin(where), error, "registration"))
                 continue
-            if mine and name not in names:  # the first on the path shadows the others, as for imports
-                names.add(name)
-                for entry_point in mine:
-                    yield _candidate(entry_point, distribution)
+            if name not in names:  # the first on the path shadows the others, as for imports
+                yield from plugins
+            names |= {name} if mine else set()
 
-    # --- checks ------------------------------------------------------------------------------------------------------
+    def _register(self, plugin: Plugin) -> None:
+        """Register with pluggy.
 
-    def _check_registrable(self, plugin: object) -> None:
-        if plugin is None:
+        Raises: PluginError for what is no plugin, is registered already, or has a hook without ``@hookimpl``, which
+            would silently never be called.
+        """
+        if plugin.plugin is None:
             raise PluginError("the entry point names None")
         for loaded in self.plugins:
-            if loaded.plugin is plugin:
+            if loaded.plugin is plugin.plugin:
                 raise PluginError(f"the same plugin is registered as {loaded}")
-
-    def _check_marks(self, plugin: object) -> None:
-        """Raises: PluginError for a hook without ``@hookimpl``, which would silently never be called."""
-        implemented = {caller.name for caller in self._manager.get_hookcallers(plugin) or []}
+        label = str(plugin)
+        self._manager.register(plugin.plugin, f"{label} #{id(plugin)}" if self._manager.has_plugin(label) else label)
+        self._manager.check_pending()
+        implemented = self._implemented(plugin)
         for hook in vars(hookspecs):
             if hook.startswith("specdec_") and hook not in implemented:
-                function = inspect.getattr_static(plugin, hook, None)
+                function = inspect.getattr_static(plugin.plugin, hook, None)
                 if function is not None and getattr(function, "__module__", "") != hookspecs.__name__:
                     raise PluginError(f"{hook} is not marked @specdec.hookimpl")
         if not implemented:
             raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
 
+    def _implemented(self, plugin: Plugin) -> set[str]:
+        return {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
+
     def _collect(self, plugin: Plugin, provides: list[str]) -> list[Entry]:
         """Every spec of a plugin, checked; adds their names to ``provides`` as it goes, for use in a Failure."""
         entries: list[Entry] = []
-        implemented = {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
+        implemented = self._implemented(plugin)
         for kind, info in KINDS.items():
-            if info.hook not in implemented:
-                continue
-            for result in self.caller(plugin, info.hook)():  # one list per implementation; here there is one
+            results = self._caller(plugin, info.hook)() if info.hook in implemented else []
+            for result in results:  # one list per implementation; here there is one
                 for spec in check_specs(info, result):
                     provides.append(str(spec.name))
                     check_fields(spec)
@@ -325,12 +301,20 @@ def _file_of(module: str) -> str | None:
     return None if file is None else os.path.realpath(file)
 
 
-def _candidate(
-    entry_point: importlib.metadata.EntryPoint, distribution: importlib.metadata.Distribution | None
-) -> Candidate:
-    name = distribution.name if distribution is not None else "unknown distribution"
-    version = distribution.version if distribution is not None else ""
-    return Candidate(entry_point.name, Origin(name, version, entry_point.module), entry_point.load)
+def _of_built_in(built_in: str | object) -> Plugin:
+    if isinstance(built_in, str):
+        load = functools.partial(importlib.import_module, built_in)
+        return Plugin(built_in.rpartition(".")[2], Origin(module=built_in), load)
+    module = getattr(built_in, "__name__", type(built_in).__name__)
+    return Plugin(module, Origin(module=module), lambda: built_in)
+
+
+def _of_entry_point(
+    entry_point: importlib.metadata.EntryPoint, distribution: importlib.metadata.Distribution | None = None
+) -> Plugin:
+    distribution = distribution or entry_point.dist
+    name, version = ("unknown distribution", "") if distribution is None else (distribution.name, distribution.version)
+    return Plugin(entry_point.name, Origin(name, version, entry_point.module), entry_point.load)
 
 
 def _trace_before(hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Mapping[str, object]) -> None:

@@ -74,9 +74,10 @@ class FakeModel:
     def __init__(self, config, interrupts=()):
         self.config, self.interrupts, self.asked = config, interrupts, []
 
-    def stream(self, prompt, *, chat=False):
+    def stream(self, prompt, *, chat=False, prediction=None):
         if not prompt:
             raise PromptError("the prompt is empty", **{"try": "at least one character"})
         self.asked.append((prompt, chat))
+        self.prediction = prediction
         words = prompt.split() if isinstance(prompt, str) else [str(token) for token in prompt]
         return FakeStream(self, words[: self.config.generation.max_new_tokens])

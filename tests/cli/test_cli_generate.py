@@ -93,6 +93,9 @@ def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp
     assert invoke("generate", "--prompt-file", "-", stdin="from stdin").exit_code == 0
     assert invoke("generate", "--prompt-tokens", " 1 , 2,3 ").exit_code == 0
     assert [model.asked[0] for model in models] == [("schön\n", True), ("from stdin", False), ([1, 2, 3], False)]
+    assert invoke("generate", "--prompt", "x", "--prediction", path).exit_code == 0
+    assert models[-1].prediction == "schön\n"
+    assert "cannot read" in invoke("generate", "--prompt", "x", "--prediction", tmp_path / "none").stderr
 
 
 def test_strict_speculation_fails_after_the_output_and_says_why(invoke, models):

@@ -11,6 +11,7 @@ import pytest
 
 import specdec
 from specdec.config import GenerationConfig, GenerationSettings
+from specdec.decoding.parts import CallSettings
 from specdec.errors import PromptError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
@@ -23,9 +24,12 @@ def lm():
 
 def test_the_typed_settings_are_the_fields_of_the_configuration():
     assert set(GenerationSettings.__annotations__) == {field.name for field in attrs.fields(GenerationConfig)}
-    for function in (specdec.LanguageModel.generate, specdec.LanguageModel.chat, specdec.Session.stream):
+    for function in (specdec.LanguageModel.generate, specdec.LanguageModel.chat, specdec.Session.generate):
         kind = typing.get_type_hints(inspect.unwrap(function))["settings"]
-        assert typing.get_args(kind) == (GenerationSettings,)
+        assert typing.get_args(kind) == (CallSettings,)
+    parameters = inspect.signature(specdec.Session.stream).parameters
+    assert set(CallSettings.__annotations__) == {*GenerationSettings.__annotations__, "prediction", "depth"}
+    assert {"prediction", "depth"} < set(parameters)
 
 
 def test_a_conversation_is_rendered_by_the_template(lm):

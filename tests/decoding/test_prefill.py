@@ -86,18 +86,6 @@ def test_the_models_own_chunks_do_not_show(
         torch.testing.assert_close(ours[name], array, rtol=1e-3, atol=1e-3 * float(array.abs().max()), msg=name)
 
 
-def test_a_session_prefills_only_what_is_new(checkpoint: Callable[..., pathlib.Path], make_target: Any) -> None:
-    """The second turn of a conversation runs its own tokens and no others, and drafts as a new session would."""
-    folder = checkpoint("qwen3_5", dtype="float32", **SHAPE)
-    lm = tiny.make_lm(folder, make_target("qwen3_5", **SHAPE), lambda env: MtpDrafter(MtpConfig(), env))
-    session = lm.session()
-    first = session.generate(list(range(10, 30)), max_new_tokens=5, ignore_eos=True)
-    assert first.stats.prefilled == 19
-    second = session.generate(list(range(40, 47)), max_new_tokens=5, ignore_eos=True)
-    assert second.stats.prefilled == 7  # the pending token of the first turn, and all of the second but its last
-    assert second.tokens == lm.generate([*session.tokens[:-5]], max_new_tokens=5, ignore_eos=True).tokens
-
-
 MEASURE = """
 import resource, sys, torch
 from tests import tiny

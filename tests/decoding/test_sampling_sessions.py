@@ -21,6 +21,7 @@ from specdec.config import Choice
 from specdec.contract import Draft, Drafter, DrafterSpec
 from specdec.decoding import sequence
 from specdec.decoding.parts import DepthPart, DrafterPart
+from tests import tiny
 from tests.decoding.test_sessions import CODE, load, variant
 from tests.selection import cases
 
@@ -176,39 +177,48 @@ def test_no_logprobs_unless_asked_for(load: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["token", "string"])
+@pytest.mark.parametrize("kind", ["token", "token beside a string", "string", "short string", "length"])
+@pytest.mark.parametrize("drafter", ["known", "mtp"])
 @pytest.mark.parametrize("offset", cases(range(14), sample={"0", "5", "6", "7", "13"}, mark="slow"))
 def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
-    offset: int, kind: str, temperature: float, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    offset: int, drafter: str, kind: str, temperature: float, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, text, log-probabilities, counters and state; and what follows is a plain run's."""
-    base = load("qwen3_5")
+    """Tokens, text, log-probabilities, counters and the state's bits; and what follows is a plain run's.
+
+    A string ends the text before it, and the tokens with the one that completed it.
+    """
+    plain = variant(load("qwen3_5"))
     sampling: dict[str, Any] = {"temperature": temperature, "seed": 11, "logprobs": 2}
-    plain = variant(base)
     monkeypatch.setattr(plain.tokenizer, "eos_ids", frozenset[int]())
     full = plain.generate(PROMPT, max_new_tokens=30, **sampling)
-    if kind == "token":
+    ending: dict[str, Any] = {"max_new_tokens": offset + 1 if kind == "length" else 30}
+    if kind == "token beside a string":  # tokens are then taken one by one
+        ending["stop"] = "no such text"
+    if kind.startswith("token"):
         monkeypatch.setattr(plain.tokenizer, "eos_ids", frozenset({full.tokens[offset]}))
-        ending: dict[str, Any] = {}
-    else:
-        ending = {"stop": plain.tokenizer.decode(full.tokens[offset : offset + 2])}
+    elif kind != "length":
+        ending["stop"] = plain.tokenizer.decode(full.tokens[offset : offset + (1 if kind == "short string" else 2)])
         assert ending["stop"].isprintable()
-    lm = knowing(plain, [*PROMPT, *full.tokens], depth=6)
+    lm = variant(plain, "mtp", 6) if drafter == "mtp" else knowing(plain, [*PROMPT, *full.tokens], depth=6)
     session, wanted = lm.session(), plain.session()
-    pieces = []
-    stream = session.stream(PROMPT, max_new_tokens=30, **sampling, **ending)
-    pieces += stream
-    run, theirs = stream.result, wanted.generate(PROMPT, max_new_tokens=30, **sampling, **ending)
-    assert run.finish_reason == theirs.finish_reason == ("stop" if kind == "token" else "stop_string")
+    stream = session.stream(PROMPT, **sampling, **ending)
+    pieces = list(stream)
+    run, theirs = stream.result, wanted.generate(PROMPT, **sampling, **ending)
+    reason = "stop" if kind.startswith("token") else "length" if kind == "length" else "stop_string"
+    assert run.finish_reason == theirs.finish_reason == reason
     assert run.tokens == theirs.tokens == full.tokens[: len(run.tokens)]
     assert len(run.tokens) <= offset + 2
     assert run.text == theirs.text == "".join(pieces)
-    assert ending.get("stop", "\n\n") not in run.text
+    shown = run.tokens[:-1] if reason == "stop" else run.tokens
+    assert run.text == plain.tokenizer.decode(shown).partition(ending.get("stop", "\0"))[0]
     assert run.logprobs == theirs.logprobs
     assert run.logprobs is not None
     assert len(run.logprobs) == len(run.tokens) == run.stats.tokens
-    assert run.stats.cycles <= 3
+    assert run.stats.cycles <= 3 or drafter == "mtp"
     monkeypatch.setattr(plain.tokenizer, "eos_ids", frozenset[int]())
+    assert session.sequence.state.length == len(session.tokens) - 1
+    ours, held = (tiny.state_arrays(lm.target, one.sequence.state) for one in (session, wanted))
+    tiny.assert_same_bits({name: ours[name] for name in held}, held)
     again = [one.generate([45], max_new_tokens=9, **sampling) for one in (session, wanted)]
     assert again[0].tokens == again[1].tokens
     assert again[0].logprobs == again[1].logprobs

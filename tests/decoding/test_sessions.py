@@ -483,6 +483,9 @@ def test_a_refused_generation_leaves_the_session_as_it_was(lm: Any) -> None:
             session.rewind(length)
     with pytest.raises(PromptError, match="outside the vocabulary"):
         session.set_prompt([50, 10**6])
+    for wrong in ({"prediction": [10**6]}, {"prediction": 5}, {"depth": -1}, {"depth": "deep"}):
+        with pytest.raises(PromptError):
+            session.stream([60, 61], **wrong)
     assert session.tokens == (50, 51)
     assert session.generate(max_new_tokens=2, ignore_eos=True).prompt == [50, 51]
 
@@ -582,21 +585,6 @@ def test_a_second_thread_gets_an_error_and_changes_nothing(lm: Any, tmp_path: pa
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("stops", [(), ("no such text",)])  # with stop strings, tokens are taken one by one
-def test_a_generation_ends_at_its_token_wherever_it_stands_in_a_cycle(
-    stops: tuple[str, ...], lm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset[int]())
-    full = lm.generate(CODE, max_new_tokens=24, stop=stops)
-    assert (full.finish_reason, full.text) == ("length", lm.tokenizer.decode(full.tokens))
-    for stop in dict.fromkeys(full.tokens):
-        monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset({stop}))
-        result = lm.generate(CODE, max_new_tokens=24, stop=stops)
-        taken = full.tokens.index(stop) + 1
-        assert (result.tokens, result.finish_reason) == (full.tokens[:taken], "stop")
-        assert result.text == lm.tokenizer.decode(full.tokens[: taken - 1])
-
-
 class Failing(Drafter):
     """Drafts one token; fails in the method of that name."""
 
@@ -625,6 +613,7 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     assert (told["active"], told["drafter"]) == (False, "failing")
     assert told["reason"] == f"the drafter 'failing' failed in {moment}: ValueError: out of ideas"
     assert result.tokens == variant(lm).generate(session.tokens[:-6], max_new_tokens=6, ignore_eos=True).tokens
+    assert session.fork().generate([60], max_new_tokens=6, ignore_eos=True).stats.speculation() == told
     session.load(tmp_path / "s")  # a new drafter, and a new chance
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
         moment in ("rewind", "snapshot", "observe")

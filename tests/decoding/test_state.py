@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from specdec.contract import Context, DepthPolicy, Draft, Drafter
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.errors import PromptError, ShapeError, StateError
 from tests import tiny
-from tests.selection import cases
 
 VOCAB = 277
 CAPACITY = 96
@@ -296,122 +292,3 @@ def test_a_snapshot_is_independent(target: Any) -> None:
         target.rewind(used, 0)
         target.prefill(used, [9, 9, 9, 9, 9, 9, 9])
         tiny.assert_same_bits(snapshot.arrays, before)
-
-
-# --- where a generation ends ------------------------------------------------------------------------------------------
-
-
-class Truth(Drafter):
-    """Knows the plain output, so that every block is accepted whole and an end lies inside it."""
-
-    def __init__(self, truth: Sequence[int]) -> None:
-        self.truth = truth
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        return Draft(tuple(self.truth[len(context) : len(context) + depth]))
-
-
-class Depth(DepthPolicy):
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-
-    def next_depth(self, stats: Any) -> int:
-        return self.depth
-
-
-BLOCK = 6  # tokens of a cycle at depth 5
-PROMPT = [20, 30, 40, 50]
-OFFSETS = cases(range(2 * BLOCK), sample={"0", "4", "5", "6", "10"}, mark="slow")
-
-
-@pytest.fixture(scope="module")
-def printable(checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]) -> Callable[..., Any]:
-    """``printable(drafter, depth)``: a language model whose output is ASCII; and the plain output after PROMPT."""
-    settings: dict[str, Any] = {**SHAPES["hybrid"][1], "tied": False, "printable": True, "seed": 3}
-    folder = checkpoint("qwen3_5", dtype="float32", **settings)
-    target = make_target("qwen3_5", **settings)
-    truth = [*PROMPT, *tiny.plain_run(target, PROMPT, 40)]
-
-    def make(kind: str, depth: int = BLOCK - 1) -> tuple[Any, list[int]]:
-        drafters: dict[str, Any] = {
-            "truth": lambda env: Truth(truth),
-            "mtp": lambda env: MtpDrafter(MtpConfig(), env),
-            "none": None,
-        }
-        return tiny.make_lm(folder, target, drafters[kind], lambda: Depth(0 if kind == "none" else depth)), truth
-
-    return make
-
-
-def check_continues(session: Any, lm: Any, truth: list[int]) -> None:
-    """The session's state is that of a plain run of its tokens, and it goes on as a plain one."""
-    tokens = list(session.tokens)
-    assert tokens == truth[: len(tokens)]
-    state = session._sequence.state
-    assert state.length == len(tokens) - 1
-    wanted = tiny.held(lm.target, PROMPT, tokens[len(PROMPT) :])
-    tiny.assert_same_bits(tiny.state_arrays(lm.target, state), tiny.state_arrays(lm.target, wanted))
-    result = session.generate(max_new_tokens=8, ignore_eos=True)
-    assert result.tokens == truth[len(tokens) : len(tokens) + 8]
-
-
-@pytest.mark.parametrize("kind", ["truth", "mtp"])
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_a_length_limit_cuts_tokens_and_state(offset: int, kind: str, printable: Callable[..., Any]) -> None:
-    lm, truth = printable(kind)
-    session = lm.session()
-    result = session.generate(PROMPT, max_new_tokens=offset + 1, ignore_eos=True)
-    assert (result.finish_reason, result.tokens) == ("length", truth[len(PROMPT) :][: offset + 1])
-    assert result.text == lm.tokenizer.decode(result.tokens)
-    check_continues(session, lm, truth)
-
-
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_a_stop_token_cuts_tokens_and_state(
-    offset: int, printable: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every offset of two accepted blocks; no token behind it is committed, counted as output or shown."""
-    lm, truth = printable("truth")
-    stop = truth[len(PROMPT) + offset]
-    first = truth.index(stop, len(PROMPT)) - len(PROMPT)  # it may come earlier
-    monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset({stop}))
-    session = lm.session()
-    result = session.generate(PROMPT, max_new_tokens=30)
-    assert (result.finish_reason, result.tokens) == ("stop", truth[len(PROMPT) :][: first + 1])
-    assert result.text == lm.tokenizer.decode(result.tokens[:-1])
-    stats = result.stats
-    cut = sum(stats.accepted) + stats.cycles - stats.tokens
-    assert stats.tokens == first + 1
-    assert 0 <= cut < BLOCK
-    check_continues(session, lm, truth)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("offset", range(BLOCK + 2))
-def test_a_stop_string_cuts_tokens_text_and_state(offset: int, length: int, printable: Callable[..., Any]) -> None:
-    """Within one token and across several; the text ends before it, the tokens with the one that completed it."""
-    lm, truth = printable("truth")
-    output = truth[len(PROMPT) :]
-    stop = lm.tokenizer.decode(output[offset : offset + length])
-    assert stop.isascii()
-    assert stop
-    texts = [lm.tokenizer.decode(output[:count]) for count in range(len(output) + 1)]
-    last = next(count for count, text in enumerate(texts) if stop in text)
-    pieces: list[str] = []
-    session = lm.session()
-    stream = session.stream(PROMPT, max_new_tokens=30, stop=[stop], ignore_eos=True)
-    pieces += stream
-    result = stream.result
-    assert (result.finish_reason, result.tokens) == ("stop_string", output[:last])
-    assert result.text == "".join(pieces) == texts[-1][: texts[-1].index(stop)]
-    check_continues(session, lm, truth)
-
-
-def test_one_token_at_a_time_is_one_run(printable: Callable[..., Any]) -> None:
-    """Many short generations of one session: the limit falls after every token, at every state of the drafter."""
-    lm, truth = printable("mtp", depth=3)
-    session = lm.session()
-    session.feed(PROMPT)
-    for count in (1, 2, 1, 3, 4, 1, 1, 5):
-        session.generate(max_new_tokens=count, ignore_eos=True)
-    check_continues(session, lm, truth)

@@ -1,4 +1,4 @@
-"""What a depth is worth: expected tokens over expected seconds, learnt from cycles."""
+"""What a depth is worth, learnt from cycles; and when another depth is tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract import CycleRecord
-from specdec.policies.rates import STALE, Rates
+from specdec.policies.adaptive import HOPELESS, NEARER, STALE, TRIES, Rates, Trials
 
 
 def cycle(
@@ -23,7 +23,7 @@ def test_certain_acceptance_gives_tokens_over_seconds(seconds, accepted):
     rates = Rates(seconds, window=4096)
     deepest = len(seconds) - 1
     for _ in range(2000):
-        rates._acceptance.observe(cycle(deepest, deepest if accepted else 0))  # times left out
+        rates._count(cycle(deepest, deepest if accepted else 0))  # times left out
     rates.update()
     for depth, rate in enumerate(rates.by_depth):
         assert rate == pytest.approx((1 + accepted * depth) / seconds[depth], rel=0.02)
@@ -57,3 +57,61 @@ def test_a_restart_forgets_acceptance_and_keeps_times():
     rates.restart(cycle(1, 1))
     assert rates.first_acceptance > 0.6 > hopeless
     assert rates._costs.seconds == seconds
+
+
+# --- trials ----------------------------------------------------------------------------------------------------------
+
+
+def run(trials: Trials, current: int, cycles: int, *, gain: float = 0.0, opinion: bool = True) -> list[int]:
+    """The depths of so many cycles of one token each, all drafts rejected."""
+    depths = []
+    for _ in range(cycles):
+        depth = trials.depth(current)
+        depths.append(depth)
+        trials.passed(1)
+        offered = depth if opinion else 0
+        trials.observe(CycleRecord(9, depth, offered, 0, (0,), 0.0, 0.0, 0.0), current, gain)
+    return depths
+
+
+def test_distances_double_up_to_the_last():
+    asked = run(Trials(4, 16, 6), 0, 80)
+    at = [cycle for cycle, depth in enumerate(asked) if depth]
+    assert at[:2] == [4, 13]  # after 4 and 8 tokens, the trial's own token not counted
+    assert {later - earlier for earlier, later in zip(at[2:], at[3:], strict=False)} == {17}
+
+
+def test_a_drafter_without_a_draft_is_asked_a_few_times():
+    assert run(Trials(4, 16, 6), 0, 4 + TRIES + 1, opinion=False) == [0] * 4 + [1] * TRIES + [0]
+
+
+@pytest.mark.parametrize(("gain", "cycles"), [(HOPELESS, 1), (HOPELESS + 0.01, 2)])
+def test_only_a_hopeless_draft_has_no_second_cycle(gain, cycles):
+    assert run(Trials(4, 16, 6), 0, 8, gain=gain) == [0] * 4 + [1] * cycles + [0] * (4 - cycles)
+
+
+def test_speculation_tries_plain_decoding_and_both_neighbours_in_turn():
+    asked = run(Trials(NEARER, NEARER, 6), 6, 6)  # one token between trials
+    assert [depth for depth in asked if depth != 6] == [0, 5]
+    assert [depth for depth in run(Trials(NEARER, NEARER, 6), 3, 6) if depth != 3] == [0, 4, 2]
+
+
+def test_an_accepted_first_draft_is_news_while_speculation_is_off():
+    trials, accepted = Trials(4, 16, 6), CycleRecord(9, 1, 1, 1, (0, 0), 0.0, 0.0, 0.0)
+    assert not trials.is_news(accepted, 0)  # no trial runs
+    trials.due()
+    assert trials.depth(0) == 1
+    assert trials.is_news(accepted, 0)
+    assert not trials.is_news(accepted, 2)
+    trials.observe(accepted, 0, 1.0)
+    assert not trials.is_news(accepted, 0)  # the second cycle is for its time
+
+
+@pytest.mark.parametrize(
+    ("deepest", "depths"), [(6, [0, 1, 1, 3, 3, 6, 6, 0]), (2, [0, 1, 1, 2, 2, 0]), (1, [0, 1, 1, 0])]
+)
+def test_without_costs_it_opens_with_a_few_depths(deepest, depths):
+    trials = Trials(64, 1024, deepest)
+    trials.open()
+    assert run(trials, 0, len(depths)) == depths
+    assert not trials.opening
