@@ -523,7 +523,7 @@ def needs_of(target: Any, *, final_hidden: bool = True) -> Any:
 def state_arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
     """Everything committed in a state, by name, the MTP cache left out: it depends on what was drafted."""
     arrays = target.snapshot(state).arrays
-    return {name: array for name, array in arrays.items() if not name.startswith("mtp.")}
+    return {name: array for name, array in arrays.items() if not name.startswith("mtp")}
 
 
 def assert_same_bits(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:

@@ -288,7 +288,7 @@ def write_extra_layer_family(
     mtp_layout: str = "apart",
     vocab: int = 277,
     tied: bool = False,
-    mtp: bool = True,
+    mtp: int = 1,  # modules
     mtp_embed: bool = False,
     mtp_lm_head: bool = False,
     dtype: str = "float32",
@@ -321,14 +321,14 @@ def write_extra_layer_family(
         tensors |= _under(f"model.layers.{i}.", layer)
     if not tied:
         tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
-    if mtp:
+    for module in range(mtp):
         head = _norms(draw, hidden, "enorm", "hnorm", "shared_head.norm", mean=1.2)
         head["eh_proj.weight"] = draw.matrix(hidden, 2 * hidden, 1.5)
         if mtp_embed:
             head["embed_tokens.weight"] = draw.matrix(vocab, hidden, logit_spread)
         if mtp_lm_head:
             head["shared_head.head.weight"] = draw.matrix(vocab, hidden, logit_spread)
-        tensors |= _under(f"model.layers.{layers}.", head | decoder_layer(mtp_layout))
+        tensors |= _under(f"model.layers.{layers + module}.", head | decoder_layer(mtp_layout))
     config = {
         "architectures": ["DeepseekV3ForCausalLM" if latent else "Glm4MoeForCausalLM"],
         "model_type": family,
@@ -346,7 +346,7 @@ def write_extra_layer_family(
         "topk_group": kept_groups,
         "norm_topk_prob": True,
         "routed_scaling_factor": scale,
-        "num_nextn_predict_layers": int(mtp),
+        "num_nextn_predict_layers": mtp,
         "vocab_size": vocab,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6 if latent else 1e-5,
@@ -499,6 +499,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "mtp_layout": "fused",
             "head_dim": 20,
             "shards": 2,
+            "mtp": 2,
         },
     },
     "deepseek_v3": {
@@ -526,8 +527,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "rope": 12,
             "kv_lora": 28,
             "theta": 5e3,
+            "mtp": 3,
+            "mtp_embed": True,
+            "mtp_lm_head": True,
         },
-        "dense": {"dense_layers": 2, "heads": 2, "mtp": False, "rope_scaling": _DEEPSEEK_YARN, "shards": 2},
+        "dense": {"dense_layers": 2, "heads": 2, "mtp": 0, "rope_scaling": _DEEPSEEK_YARN, "shards": 2},
     },
 }
 TRANSFORMERS = {

@@ -263,4 +263,5 @@ def _mtp(present: list[str], family: FamilyConfig, path: Path | None = None, hea
         family.tied and getattr(family, "mtp_embeddings", False)
     )
     source = "" if path is None else f", from {path}"
-    return f"{family.mtp_layers} layer, {embed}{'own head' if own else 'shares the main head'}{source}"
+    count = family.mtp_layers
+    return f"{count} layer{'s, chained' if count > 1 else ''}, {embed}{'own head' if own else 'shares the main head'}{source}"

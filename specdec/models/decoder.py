@@ -308,7 +308,7 @@ class MtpHead:
         m = norm(layer(u));  logits = head m;  a chained step feeds m in place of h
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2 (equations 21 to 24); order and norms as the Qwen3.5
-    checkpoints were trained.
+    checkpoints were trained. ``lm_head`` and ``embed_tokens``: of a module behind the first one, if it has its own.
     """
 
     ops: Ops
@@ -317,6 +317,8 @@ class MtpHead:
     fc: Array
     layer: DecoderLayer
     norm: Norm
+    lm_head: Array | None = None
+    embed_tokens: Array | None = None
 
     def __call__(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
         return self.norm(self.layer(self._pairs(embedded, hidden), cache))

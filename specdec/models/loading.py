@@ -255,14 +255,14 @@ def with_head(
         counted = attrs.evolve(counted, mtp_layers=1)
     wanted = dry_run(spec, counted)
     try:
-        if not wanted.head_prefix:
+        if not wanted.head_prefixes:
             raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head")
-        if asked is None and any(name.startswith(wanted.head_prefix) for name in formats_of(checkpoint)):
+        if asked is None and any(name.startswith(wanted.head_prefixes) for name in formats_of(checkpoint)):
             raise CheckpointError(f"{path} is not used: the weights hold an MTP head already", try_="target.mtp")
         joined = join_head(
             checkpoint,
             path,
-            wanted.head_prefix,
+            wanted.head_prefixes,
             wanted.tensors,
             hidden_size=family.hidden_size,
             vocab_size=family.vocab_size,
@@ -289,7 +289,7 @@ def checked_head(
     wanted = dry_run(spec, family, StoredWeights(checkpoint))
     found = check_weights(checkpoint, wanted.tensors)
     reason = wanted.headless
-    left = [name for name in found.unused if name.startswith(wanted.head_prefix or "mtp.")]
+    left = [name for name in found.unused if name.startswith(wanted.head_prefixes or "mtp.")]
     if checkpoint.head_residual and left:
         raise CheckpointError(
             f"the tensor {left[0]} is not used by the MTP head of this model",

@@ -200,12 +200,12 @@ class DryRun:
     Attributes:
         tensors: canonical name -> spec.
         headless: why the MTP head that the config promises is left out; "" otherwise.
-        head_prefix: of the MTP head's names; "" for a model without one.
+        head_prefixes: what the names of the MTP head's tensors begin with; none for a model without one.
     """
 
     tensors: Mapping[str, TensorSpec]
     headless: str = ""
-    head_prefix: str = ""
+    head_prefixes: tuple[str, ...] = ()
 
 
 def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None, *, headless: str = "") -> DryRun:
@@ -221,4 +221,4 @@ def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None, *
     weights = Recorder(ops, stored, headless=headless)
     with calling(spec, "build"):
         spec.build(config, weights)
-    return DryRun(weights.tensors, "".join(weights.reasons), "".join(weights.heads))
+    return DryRun(weights.tensors, "".join(weights.reasons[:1]), tuple(weights.heads))

@@ -195,7 +195,7 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func"),
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method"),
         ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
-        ("DeepSeek-V3", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        ("DeepSeek-V3", {"num_nextn_predict_layers": 9}, "num_nextn_predict_layers"),
         ("DeepSeek-V3", {"n_group": 7}, "n_group"),
         ("DeepSeek-V3", {"topk_group": 9}, "topk_group"),
         ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),
