@@ -146,8 +146,8 @@ class Recorder(Weights):
     reasons: list[str] = attrs.field(factory=list)
     heads: list[str] = attrs.field(factory=list)
 
-    def _note(self, name: str, shape: Shape, *, rounds: bool = False) -> None:
-        self.tensors[self.prefix + name] = TensorSpec(shape, self.group, rounds)
+    def _note(self, name: str, shape: Shape, *, rounds: bool = False, plus: float = 0.0) -> None:
+        self.tensors[self.prefix + name] = TensorSpec(shape, self.group, rounds, plus)
         most = _MOST_TENSORS if self.stored is None else 2 * len(self.stored) + _MORE_TENSORS
         if len(self.tensors) > most:
             held = "" if self.stored is None else f", and the files hold {len(self.stored)}"
@@ -160,6 +160,10 @@ class Recorder(Weights):
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
         self._note(name, shape)
+        return torch.empty(shape, device="meta")
+
+    def vector(self, name: str, shape: Shape, *, plus: float = 0.0) -> Array:
+        self._note(name, shape, plus=plus)
         return torch.empty(shape, device="meta")
 
     def host_matrix(self, name: str, shape: Shape, *, exact: bool = False) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from specdec.contract import Context, Draft, DraftNoise, Verdict
+from specdec.contract import Context, Draft, DrafterSnapshot, DraftNoise, Verdict
 from specdec.errors import ContractError, typed
 
 SUM_TOLERANCE = 1e-4  # of a draft distribution
@@ -43,6 +43,13 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -
                 takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
             )
     return Draft(tokens, probs), fault
+
+
+def checked_snapshot(answer: DrafterSnapshot | None) -> DrafterSnapshot | None:
+    """What ``Drafter.snapshot`` returned. Raises: ContractError for anything but a snapshot or None."""
+    if answer is not None and not isinstance(answer, DrafterSnapshot):
+        raise ContractError(f"snapshot returned {typed(answer)}", takes="a specdec.DrafterSnapshot, or None")
+    return answer
 
 
 def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:

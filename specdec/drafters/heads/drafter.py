@@ -40,7 +40,7 @@ from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
 from specdec.drafters.heads.network import RowsHead, Surroundings
 from specdec.drafters.heads.refiner import Block, Marginals, Refiner
-from specdec.drafters.logits import MappedLogits, Row
+from specdec.drafters.logits import MappedLogits
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
 from specdec.errors import ConfigError
 from specdec.text import common_prefix
@@ -231,15 +231,6 @@ class HeadDrafter(Drafter):
     def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
         """Draw at most ``depth`` >= 1 tokens; at least one pair waits."""
 
-    def _of_rows(self, drawing: Drawing, logits: Logits) -> None:
-        """Draw a token from each row: they depend on no drafted token."""
-        if drawing.greedy:
-            drawing.tokens += logits.argmax()
-            return
-        for row in range(len(logits)):
-            if drawing.next(Row(logits, row)) is None:
-                return
-
     # --- going back --------------------------------------------------------------------------------------------------
 
     def rewind(self, length: int) -> None:
@@ -335,7 +326,7 @@ class ParallelDrafter(HeadDrafter):
         tokens, hidden = self._pairs.take(context[-1])
         rows = hidden.join([self._head.masked] * (depth - 1)) if depth > 1 else hidden
         x = self._run_true(tokens, ops.array(rows), depth - 1)
-        self._of_rows(drawing, self._head.logits(network.logit_norm(x[-depth:]), choice))
+        drawing.rows(self._head.logits(network.logit_norm(x[-depth:]), choice))
 
 
 class BlockDrafter(HeadDrafter):
@@ -365,7 +356,7 @@ class BlockDrafter(HeadDrafter):
         first = 0 if layout.from_anchor else 1
         rows = rows[first : first + depth]
         if choice is not None or isinstance(head.refiner, Marginals):  # no refiner knows a pruned vocabulary
-            self._of_rows(drawing, head.logits(rows, choice))
+            drawing.rows(head.logits(rows, choice))
             return
         assert head.refiner is not None
         hidden = around.ops.to_host(rows).float().numpy()

@@ -112,13 +112,6 @@ def mlp(weights: Weights, geometry: Geometry) -> GatedMlp:
     return GatedMlp.of(weights.under("mlp."), geometry.hidden, geometry.intermediate)
 
 
-def layer_weights(weights: Weights, number: int) -> Weights:
-    """The weights of one layer, under either name of the first."""
-    if number == 0 and "midlayer.mlp.gate_proj.weight" in weights:
-        return weights.under("midlayer.")
-    return weights.under(f"layers.{number}.")
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Surroundings:
     """What a head computes with beside its own weights.
@@ -217,5 +210,5 @@ def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
         recorder.tensor("embed_tokens.weight", (vocab, layout.geometry.hidden))
     if "lm_head.weight" in files:
         recorder.tensor("lm_head.weight", (layout.draft_vocab, layout.geometry.hidden))
-    files.refuse_unused_tensors(name.replace("midlayer.", "layers.0.") for name in recorder.tensors)
+    files.refuse_unused_tensors(recorder.tensors)
     return recorder.tensors
