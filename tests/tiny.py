@@ -209,8 +209,8 @@ def write_qwen3_5(
         },
         "tie_word_embeddings": tied,
         "dtype": dtype,
-        **(keys or {}),
     }
+    text_config = {key: value for key, value in (text_config | dict(keys or {})).items() if value is not None}
     if vl:
         config = {
             "architectures": ["Qwen3_5ForConditionalGeneration"],

@@ -206,7 +206,7 @@ def write_extra_layer_family(
         "topk_group": kept_groups,
         "norm_topk_prob": True,
         "routed_scaling_factor": scale,
-        "num_nextn_predict_layers": mtp,
+        "num_nextn_predict_layers": int(mtp),
         "vocab_size": vocab,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6 if latent else 1e-5,

@@ -424,7 +424,7 @@ class CausalLM(ForwardPass):
         return drafted
 
     def _own_head(self, head: DraftHead) -> PrunedHead:
-        if not (isinstance(head, PrunedHead) and head.target is self):
+        if not (isinstance(head, PrunedHead) and head.owner is self):
             raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
         return head
 
@@ -440,17 +440,16 @@ class CausalLM(ForwardPass):
     def draft_head(self, tokens: Sequence[int]) -> PrunedHead:
         if self.model.mtp is None:
             raise no_mtp_head(self.info)
-        return self._pruned(tokens, None)
+        return self._pruned(tokens)
 
-    def _pruned(self, tokens: Sequence[int], rows: Sequence[HeadRows] | None) -> PrunedHead:
+    def _pruned(self, tokens: Sequence[int], rows: Sequence[HeadRows] = ()) -> PrunedHead:
         self._check_tokens(tokens)
         weights = [self._lm_head_of(module) for module in range(self.info.mtp_layers)]
-        before: Sequence[HeadRows | None] = [None] * len(weights) if rows is None else rows
         gathered: dict[int, HeadRows] = {}  # modules mostly share one output head
-        for weight, old in zip(weights, before, strict=True):
+        for weight, old in zip(weights, rows or [None] * len(weights), strict=True):
             if id(weight) not in gathered:
                 gathered[id(weight)] = self.ops.head_rows(weight, tokens, old)
-        return PrunedHead(self, [gathered[id(weight)] for weight in weights])
+        return PrunedHead(self, [gathered[id(weight)] for weight in weights], self._pruned)
 
     def shared_weights(self) -> SharedWeights:
         return SharedWeights(ops=self.ops, embed_tokens=self.model.embed_tokens, lm_head=self.model.lm_head)
@@ -551,18 +550,17 @@ def _always(length: int) -> bool:
 
 
 class PrunedHead(DraftHead):
-    """Rows of the heads that MTP passes draft with, by module."""
+    """Rows of the output heads that ``owner`` drafts with, one per MTP module; ``gather`` adds rows to them."""
 
-    def __init__(self, target: CausalLM, rows: Sequence[HeadRows]) -> None:
-        self.target = target
-        self.rows = rows
+    def __init__(self, owner: object, rows: Sequence[HeadRows], gather: Callable[..., PrunedHead]) -> None:
+        self.owner, self.rows, self._gather = owner, rows, gather
 
     @property
     def tokens(self) -> Sequence[int]:
         return self.rows[0].tokens
 
     def extended(self, tokens: Sequence[int]) -> PrunedHead:
-        return self.target._pruned(tokens, self.rows) if tokens else self
+        return self._gather(tokens, self.rows) if tokens else self
 
 
 def _own(state: State) -> SequenceState:

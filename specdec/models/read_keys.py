@@ -113,7 +113,12 @@ class ReadKeys(Mapping[str, Any]):
         """Raises: CheckpointError for a key that nobody read, unless it changes nothing that a model computes."""
         for key in self.unread:
             value = self._config[key]
-            if key in HARMLESS or key in _UNUSED_SIZES or key.startswith("_") or _NEUTRAL.get(key, _says_nothing)(value):
+            if (
+                key in HARMLESS
+                or key in _UNUSED_SIZES
+                or key.startswith("_")
+                or _NEUTRAL.get(key, _says_nothing)(value)
+            ):
                 continue
             if key == "sliding_window" and self._config.get("use_sliding_window", key) is False:
                 continue  # "use_sliding_window" says whether the number means anything

@@ -19,21 +19,6 @@ from specdec.models.loading import load_target
 from tests import tiny, tiny_families
 from tests.drafters.two_tokenizers import byte_level
 
-SHAPE: dict[str, Any] = {
-    "hidden": 36,
-    "heads": 3,
-    "kv_heads": 1,
-    "head_dim": 12,
-    "rotary_factor": 0.5,
-    "key_heads": 1,
-    "value_heads": 3,
-    "key_dim": 10,
-    "value_dim": 14,
-    "intermediate": 44,
-    "tied": False,
-    "printable": True,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
 LLAMA: dict[str, Any] = {"hidden": 36, "heads": 3, "kv_heads": 1, "intermediate": 44}
 
 
@@ -48,8 +33,8 @@ class Folders:
 
 
 def write_folders(at: pathlib.Path) -> Folders:
-    target = tiny.write_qwen3_5(at / "target", **SHAPE)
-    blurred = tiny.write_qwen3_5(at / "blurred", **SHAPE)
+    target = tiny.write_qwen3_5(at / "target", **tiny.HYBRID)
+    blurred = tiny.write_qwen3_5(at / "blurred", **tiny.HYBRID)
     blur(blurred, 0.05)
     other = tiny_families.write_llama(at / "other", **LLAMA)
     byte_level(("the", "then", "inn", " a"), (tiny.EOS, tiny.IM_END)).core.save(str(other / "tokenizer.json"))

@@ -25,7 +25,7 @@ from specdec.contract import Needs
 from specdec.models.decoder import Attention
 from tests import tiny
 from tests.comparisons import record
-from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, told, token_ids
+from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
 from tests.tiny_families import FAMILIES, SHAPES
 

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from specdec.backends.ops import Array, Cache
+from specdec.backends.ops import Array, Cache, HeadRows
 from specdec.backends.passes import Passes
 from specdec.config import between, one_of
 from specdec.contract import (
@@ -38,11 +38,12 @@ from specdec.contract import (
 from specdec.drafters.follower import foreign
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import RowsHead, Surroundings
+from specdec.drafters.heads.network import Surroundings
 from specdec.drafters.heads.refiner import Block, Marginals, Refiner
 from specdec.drafters.logits import MappedLogits
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, PromptError
+from specdec.models.causal_lm import PrunedHead
 from specdec.text import common_prefix
 
 FEED_ROWS = 512  # pairs per pass of the head; bounds the memory of a long prompt
@@ -77,9 +78,9 @@ class PreparedHead:
     refiner: Refiner | None = None  # of a block head
 
     def logits(self, rows: Array, choice: Any = None) -> Logits:
-        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids. ``choice``: a ``RowsHead``."""
+        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids. ``choice``: a ``PrunedHead``."""
         if choice is not None:
-            return self.around.ops.pruned_head(rows, choice.rows)
+            return self.around.ops.pruned_head(rows, choice.rows[0])
         return self.mapped(self.around.ops.head(rows, self.around.lm_head))
 
     def mapped(self, logits: Logits) -> Logits:
@@ -104,7 +105,13 @@ def prepared_vocabulary(config: HeadConfig, layout: Layout, around: Surroundings
             f"drafter.vocabulary is given, and the head has a vocabulary of its own ({layout.draft_vocab} tokens)",
             try_="the setting left out",
         )
-    return config.prepare(env, lambda tokens: RowsHead.of(around.ops, around.lm_head, around.vocab_size, tokens))
+
+    def pruned(tokens: Sequence[int], rows: Sequence[HeadRows] = ()) -> PrunedHead:
+        if min(tokens) < 0 or max(tokens) >= around.vocab_size:
+            raise PromptError(f"a token id is outside the vocabulary (0 to {around.vocab_size - 1})")
+        return PrunedHead(around, [around.ops.head_rows(around.lm_head, tokens, *rows)], pruned)
+
+    return config.prepare(env, pruned)
 
 
 class HeadDrafter(Drafter):

@@ -11,37 +11,13 @@ import numpy as np
 import torch
 
 from specdec.backends.choice import make_backend
-from specdec.backends.ops import Array, HeadRows, KVCache, Ops
+from specdec.backends.ops import Array, KVCache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
+from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Geometry, Layout
-from specdec.errors import PromptError
 from specdec.models.decoder import GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
-
-
-class RowsHead(DraftHead):
-    """An output head cut to some of its rows (``specdec vocab``)."""
-
-    def __init__(self, ops: Ops, weight: Array, vocab_size: int, rows: HeadRows) -> None:
-        self._ops, self._weight, self._vocab_size, self.rows = ops, weight, vocab_size, rows
-
-    @classmethod
-    def of(cls, ops: Ops, weight: Array, vocab_size: int, tokens: Sequence[int]) -> RowsHead:
-        return cls(ops, weight, vocab_size, ops.head_rows(weight, tokens))
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self.rows.tokens
-
-    def extended(self, tokens: Sequence[int]) -> RowsHead:
-        if not tokens:
-            return self
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            raise PromptError(f"a token id is outside the vocabulary (0 to {self._vocab_size - 1})")
-        rows = self._ops.head_rows(self._weight, tokens, self.rows)
-        return RowsHead(self._ops, self._weight, self._vocab_size, rows)
 
 
 @attrs.frozen(kw_only=True)

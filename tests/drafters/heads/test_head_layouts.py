@@ -19,7 +19,7 @@ from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.errors import SpecdecError
-from tests.drafters.heads.recorded_heads import RECORDED, Recorded
+from tests.drafters.heads.recorded_heads import LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_recorded_heads import BOUND, run
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
@@ -107,10 +107,24 @@ def deepspec(config: Config, tensors: Tensors) -> None:
     config |= nested | kept | {"architectures": ["Qwen3DSparkModel"]}
 
 
+def last_layer(config: Config, tensors: Tensors) -> None:
+    """z-lab's layout; the last of three states is that of the target's last layer, after the final norm."""
+    zlab(config, tensors)
+    config["dflash_config"]["target_layer_ids"] = [0, 1, LAYERS - 1]
+
+
+def scaled(config: Config, tensors: Tensors) -> None:
+    flat(config, tensors)
+    config["logit_scale"] = 4.0
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] / 4
+
+
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
         ("dflash", zlab),
+        ("dflash", last_layer),
+        ("eagle3", scaled),
         ("dflash", encoder),
         ("dspark", deepspec),
         ("eagle3", flat),
