@@ -113,7 +113,7 @@ def describe(
         mtp=_mtp(
             [name for name, tensor in expected.items() if tensor.group == "mtp" and name in formats],
             family,
-            checkpoint.head_path,
+            checkpoint.head.path,
             headless,
         ),
         missing=list(found.missing),
@@ -264,4 +264,5 @@ def _mtp(present: list[str], family: FamilyConfig, path: Path | None = None, hea
     )
     source = "" if path is None else f", from {path}"
     count = family.mtp_layers
-    return f"{count} layer{'s, chained' if count > 1 else ''}, {embed}{'own head' if own else 'shares the main head'}{source}"
+    layers = f"{count} layers, chained" if count > 1 else "1 layer"
+    return f"{layers}, {embed}{'own head' if own else 'shares the main head'}{source}"

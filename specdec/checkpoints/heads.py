@@ -14,7 +14,7 @@ from typing import Any
 from specdec.checkpoints.locate import listed
 from specdec.checkpoints.names import SPECULATORS_LAYER, canonical_name, text_config
 from specdec.checkpoints.quantised import formats_of
-from specdec.checkpoints.reader import Checkpoint, StoredTensor, read_header, read_json, read_tensors
+from specdec.checkpoints.reader import Checkpoint, HeadSource, StoredTensor, read_header, read_json, read_tensors
 from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
 from specdec.errors import CheckpointError, shown
 
@@ -66,9 +66,7 @@ def join_head(
         head,
         without=own,
         config=config,
-        head_path=path,
-        head_converted=_converted(path, tensors, config, prefixes),
-        head_residual=residual,
+        source=HeadSource(path, _converted(path, tensors, config, prefixes), residual),
         notices=[
             f"the MTP head is taken from {path} ({len(head)} of its {len(tensors)} tensors)",
             *([f"the {len(own)} tensors of the checkpoint's own MTP head are not used"] if own else []),

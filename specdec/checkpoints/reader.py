@@ -64,6 +64,21 @@ class StoredTensor:
         return self.stop - self.start
 
 
+@attrs.frozen
+class HeadSource:
+    """Where an MTP head lies.
+
+    Attributes:
+        path: the file or folder that it was taken from; None if it is among the weights.
+        converted: whether mlx-lm converted the files of that head; None if unknown.
+        residual: whether it reads the target's hidden states before the final norm.
+    """
+
+    path: Path | None = None
+    converted: bool | None = None
+    residual: bool = False
+
+
 class Checkpoint:
     """An open checkpoint folder. Create one with ``Checkpoint.open``.
 
@@ -72,14 +87,8 @@ class Checkpoint:
         config: ``config.json``.
         generation_config: ``generation_config.json``, or an empty dict.
         notices: notices for the user, one sentence each.
-        head_path: the file or folder that the MTP head was taken from; None if it is among the weights.
-        head_converted: whether mlx-lm converted the files of that head; None if unknown.
-        head_residual: whether that head reads the target's hidden states before the final norm.
+        head: where the MTP head was taken from.
     """
-
-    head_path: Path | None = None
-    head_converted: bool | None = None
-    head_residual: bool = False
 
     def __init__(
         self,
@@ -93,6 +102,7 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self.notices = notices
+        self.head = HeadSource()
         self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
         self._tensors = tensors
         self._configs: dict[Path, Mapping[str, Any]] = {}  # of files that came with a config.json of their own
@@ -119,15 +129,13 @@ class Checkpoint:
         *,
         without: Collection[str],
         config: Mapping[str, Any] | None,
-        head_path: Path,
-        head_converted: bool | None,
-        head_residual: bool,
+        source: HeadSource,
         notices: Sequence[str],
     ) -> Checkpoint:
         """This checkpoint with the tensors of a head from elsewhere and ``without`` some of its own."""
         kept = {name: tensor for name, tensor in self._tensors.items() if name not in without}
         joined = Checkpoint(self.path, self.config, self.generation_config, {**kept, **head}, (*self.notices, *notices))
-        joined.head_path, joined.head_converted, joined.head_residual = head_path, head_converted, head_residual
+        joined.head = source
         if config is not None:
             joined._configs = dict.fromkeys((tensor.file for tensor in head.values()), config)
         return joined

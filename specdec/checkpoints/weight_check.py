@@ -218,8 +218,8 @@ class _Findings:
 
     def _source(self) -> Path:
         """The file that lists the tensors: the index, the only file, or where an MTP head was taken from."""
-        if self._head and self._checkpoint.head_path is not None:
-            return self._checkpoint.head_path
+        if self._head and self._checkpoint.head.path is not None:
+            return self._checkpoint.head.path
         index = self._checkpoint.path / INDEX_FILE
         return index if index.is_file() else self._checkpoint.path / SINGLE_FILE
 

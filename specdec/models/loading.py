@@ -104,7 +104,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
         spec,
         family,
         Weights(ops, stored, headless=headless),
-        mtp_reason=headless or ("" if source.head_path is None else f"from {source.head_path}"),
+        mtp_reason=headless or ("" if source.head.path is None else f"from {source.head.path}"),
         mtp_residual=_mtp_residual(asked.mtp_states, source),
         backend=backend.name,
         device=backend.device,
@@ -162,7 +162,7 @@ def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
 
 
 def _mtp_residual(states: str, checkpoint: Checkpoint) -> bool:
-    return checkpoint.head_residual if states == "auto" else states == "residual"
+    return checkpoint.head.residual if states == "auto" else states == "residual"
 
 
 def build_target(
@@ -290,10 +290,10 @@ def checked_head(
     found = check_weights(checkpoint, wanted.tensors)
     reason = wanted.headless
     left = [name for name in found.unused if name.startswith(wanted.head_prefixes or "mtp.")]
-    if checkpoint.head_residual and left:
+    if checkpoint.head.residual and left:
         raise CheckpointError(
             f"the tensor {left[0]} is not used by the MTP head of this model",
-            file=checkpoint.head_path,
+            file=checkpoint.head.path,
             also=listed(left[1:]) or None,
         )
     if found.head_errors:
@@ -302,7 +302,7 @@ def checked_head(
         reason = f"the MTP head is not used: {found.head_errors[0].message}"
         wanted = dry_run(spec, family, StoredWeights(checkpoint), headless=reason)
     elif reason and asked:
-        raise CheckpointError(reason, file=checkpoint.head_path, try_="the folder of the original checkpoint")
+        raise CheckpointError(reason, file=checkpoint.head.path, try_="the folder of the original checkpoint")
     reasons = [text for text in (refused, reason) if text]
     wanted = attrs.evolve(wanted, headless="; ".join(reasons) if reason else "")
     return wanted, attrs.evolve(found, notices=[*found.notices, *reasons])
@@ -343,16 +343,14 @@ def _checked(
             cached, reported = cache.find()
             notices += reported
     source = cached or checkpoint
-    source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
-    source.head_residual = checkpoint.head_residual
+    source.head = checkpoint.head
     wanted, found = checked_head(source, spec, family, refused_head, asked=asked.mtp is not None)
     found.raise_for_errors()
     notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
     if cache is None or cached is not None:
         return source, wanted.headless
     source = cache.write(found.notices)
-    source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
-    source.head_residual = checkpoint.head_residual
+    source.head = checkpoint.head
     done = "rounded" if asked.weights in ROUNDED_BITS else "decoded"
     notices.append(f"weights {done} into the cache {cache.path}")
     return source, wanted.headless
@@ -376,7 +374,7 @@ def _fingerprint(checkpoint: Checkpoint, asked: TargetConfig) -> str:
     parts = [fingerprint(checkpoint)]
     if asked.weights in ROUNDED_BITS or (asked.weights == "decoded" and not plain):
         parts.append(asked.weights)
-    if _mtp_residual(asked.mtp_states, checkpoint) != checkpoint.head_residual:
+    if _mtp_residual(asked.mtp_states, checkpoint) != checkpoint.head.residual:
         parts.append(asked.mtp_states)
     return "-".join(parts)
 

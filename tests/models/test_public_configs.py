@@ -12,11 +12,13 @@ import math
 import pathlib
 import re
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec.checkpoints import TensorSpec, text_config
+from specdec.checkpoints.reader import HeadSource
 from specdec.errors import CheckpointError
 from specdec.models.weights import dry_run
 from specdec.registry import registry
@@ -117,7 +119,7 @@ class Named(dict[str, tuple[int, ...]]):
     """Weights of which only names are known."""
 
     shape = dict.__getitem__
-    head_converted = None
+    checkpoint = SimpleNamespace(head=HeadSource())
 
 
 @functools.cache
