@@ -320,7 +320,9 @@ class CausalLM(ForwardPass):
         self._check_pairs(tokens, hidden)
         rows = len(tokens)
         if provisional and later is not None:
-            return later.step(*tokens)[-1:]
+            if rows != 1 or not later.drafting:
+                raise StateError("a chained step of several MTP modules takes one token, after true pairs")
+            return later.step(tokens[0])[-1:]
         if later is not None:
             tokens, hidden = later.joined(tokens, hidden)
         if not provisional:

@@ -44,6 +44,11 @@ class LaterModules:
         """Which module ran last, from 0 for the first."""
         return max(0, self._ran - 1)
 
+    @property
+    def drafting(self) -> bool:
+        """Whether true pairs went before, so that a further token can be drafted."""
+        return self._output is not None
+
     def joined(self, tokens: Sequence[int], hidden: Hidden) -> tuple[list[int], Hidden]:
         """The pairs that the first module runs again, because later ones need its output, and these true ones."""
         self.settle()
@@ -56,7 +61,7 @@ class LaterModules:
 
     def step(self, token: int) -> Array:
         """The output of the next module for all rows, after another drafted token."""
-        assert self._output is not None, "a chained step follows true pairs"
+        assert self._output is not None
         self._drafted.append(token)
         if self._ran <= len(self._passes):
             self._output = self._run([*self.tokens, *self._drafted][self._ran :], self._output)

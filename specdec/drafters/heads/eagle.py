@@ -106,7 +106,7 @@ class EagleNetwork:
                     ops=ops,
                     input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
                     hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if first else None,
-                    mixer=HeadAttention.of(layer, g, 2 * g.hidden if first else g.hidden),
+                    mixer=HeadAttention.trained(layer, g, 2 * g.hidden if first else g.hidden),
                     window=g.windows[number],
                     slides=layout.kind == P_EAGLE,
                     post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),

@@ -27,6 +27,7 @@ from specdec.drafters.heads.files import (
     kind_of,
 )
 from specdec.errors import CheckpointError, UnsupportedError, shown
+from specdec.models.decoder import AttentionShape
 from specdec.models.fields import MOST_LAYERS, Fields
 from specdec.models.read_keys import ReadKeys
 
@@ -50,14 +51,14 @@ class Geometry:
 
     hidden: int  # H_d
     intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: AttentionShape  # without biases and norms: those are as the tensors say
     eps: float
-    rope: Rope
-    scale: float  # of attention scores
-    layers: int
     windows: tuple[int | None, ...]  # of each layer; None: full attention
+
+    @property
+    def layers(self) -> int:
+        """Their number."""
+        return len(self.windows)
 
 
 @attrs.frozen(kw_only=True)
@@ -248,10 +249,6 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
             f"{width} x {hidden} values take {list(expected)}",
             try_=SAME_HEAD,
         )
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: 'num_attention_heads' ({heads}) is not a multiple of 'num_key_value_heads' ({kv_heads})"
-        )
     if theta is None:
         inner = table.get("rope_parameters") or table.get("rope_scaling") or {}
         if table.get("rope_theta") is None and (not isinstance(inner, Mapping) or inner.get("rope_theta") is None):
@@ -277,13 +274,10 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
     return Geometry(
         hidden=hidden,
         intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        attention=AttentionShape(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, scale=head_dim**-0.5 * factor**2
+        ),
         eps=fields.real("rms_norm_eps", 1e-6),
-        rope=rope,
-        scale=head_dim**-0.5 * factor**2,
-        layers=layers,
         windows=_windows(table, fields, layers),
     )
 

@@ -494,13 +494,13 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
     "speculators' default rotation is of the whole head": (
         "eagle3",
         layer(partial_rotary_factor=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-        lambda f: len(f.geometry.rope.inv_freq),
+        lambda f: len(f.geometry.attention.rope.inv_freq),
         4,
     ),
     "a partial rotation of NVIDIA's": (
         "eagle3",
         both(flat, change(partial_rotary_factor=0.5)),
-        lambda f: len(f.geometry.rope.inv_freq),
+        lambda f: len(f.geometry.attention.rope.inv_freq),
         2,
     ),
     "a tied head": (

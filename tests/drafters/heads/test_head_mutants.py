@@ -32,7 +32,14 @@ def evolved(**changes: Any) -> Change:
 
 
 def shaped(**changes: Any) -> Change:
-    return lambda found: attrs.evolve(found, geometry=attrs.evolve(found.geometry, **changes))
+    own = {name: value for name, value in changes.items() if name in ("rope", "scale")}
+    rest = {name: value for name, value in changes.items() if name not in own}
+
+    def change(found: Layout) -> Layout:
+        attention = attrs.evolve(found.geometry.attention, **own)
+        return attrs.evolve(found, geometry=attrs.evolve(found.geometry, attention=attention, **rest))
+
+    return change
 
 
 def turned(theta: float, dims: int) -> Change:
