@@ -18,7 +18,7 @@ import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specdec.checkpoints.locate import check_folder, entries, listed
+from specdec.checkpoints.locate import check_folder, entries, listed, what_else
 from specdec.errors import CheckpointError, shown
 from specdec.files.reading import DuplicateKeyError, open_file, parse_json, read_text
 
@@ -289,15 +289,10 @@ def holds_weights(folder: Path) -> bool:
 def _no_weights(folder: Path) -> CheckpointError:
     files = entries(folder)
     weights = [name for name in files if name.endswith(_WEIGHTS)]
-    shards = [name for name in weights if name.endswith(".safetensors")]
-    if "adapter_model.safetensors" in weights:
-        cure = "it looks like a LoRA adapter: merge it into its base model and save that"
-    elif shards:
+    if any(name.endswith(".safetensors") and not name.startswith("adapter_") for name in weights):
         cure = f"{INDEX_FILE}, which says which tensor is in which file, from where the weights came"
-    elif weights:
-        cure = "a checkpoint in safetensors format; pickles and GGUF are not read"
     else:
-        cure = "download the weights too (with git: `git lfs pull`)"
+        cure = what_else(files) or "download the weights too (with git: `git lfs pull`)"
     return CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", found=listed(weights or files), try_=cure
     )

@@ -123,8 +123,16 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
         head_errors=errors_of(head=True),
         notices=[
             *checkpoint.notices,
-            *_all_zero([name for name in all_zero if len(expected[name].shape) > 1]),
-            *_silent([name for name in all_zero if len(expected[name].shape) == 1]),
+            *_counted(
+                [name for name in all_zero if len(expected[name].shape) > 1],
+                "1 tensor is all zero",
+                "tensors are all zero",
+            ),
+            *_counted(
+                [name for name in all_zero if len(expected[name].shape) == 1],
+                "1 norm has a scale of 0, so that nothing passes",
+                "norms have a scale of 0, so that nothing passes",
+            ),
             *_not_used((name for name in unused if name.startswith("mtp.")), "of an MTP head not used", 20),
             *_not_used(name for name in unused if not name.startswith("mtp.")),
             *_not_used(
@@ -279,16 +287,9 @@ class _Findings:
             )
 
 
-def _all_zero(found: list[str]) -> Iterator[str]:
-    if found:
-        verb = "tensor is" if len(found) == 1 else "tensors are"
-        yield f"{len(found)} {verb} all zero: {listed(found, _NAMED)}"
-
-
-def _silent(norms: list[str]) -> Iterator[str]:
-    if norms:
-        who = "1 norm has" if len(norms) == 1 else f"{len(norms)} norms have"
-        yield f"{who} a scale of 0, so that nothing passes: {listed(norms, _NAMED)}"
+def _counted(names: list[str], single: str, several: str) -> Iterator[str]:
+    if names:
+        yield f"{single if len(names) == 1 else f'{len(names)} {several}'}: {listed(names, _NAMED)}"
 
 
 def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:

@@ -10,6 +10,7 @@ same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,17 +43,16 @@ class MtpDrafter(Drafter):
     def propose(self, context: Context, depth: int) -> Draft:
         head = None if self._choice is None else self._choice.follow(context)
         drawing = Drawing(self._gate, context, reduced=head is not None)
+        draft = functools.partial(self._target.draft_mtp, self._state, context[-1], depth, head=head)
         if drawing.greedy:
-            return Draft(self._target.draft_mtp(self._state, context[-1], depth, head=head))
+            return Draft(draft())
         if self._is_point_mass(context):
             pairs = self._state.pairs
             known = pairs is not None and pairs.waiting > 0
-            tokens = self._target.draft_mtp(self._state, context[-1], depth, head=head, choose=CoupledDraft(context))
+            tokens = draft(choose=CoupledDraft(context))
             self._dead_ends += known and len(tokens) < depth
             return Draft(tokens)
-        self._target.draft_mtp(
-            self._state, context[-1], depth, head=head, choose=lambda logits, drafted: drawing.next(logits)
-        )
+        draft(choose=lambda logits, drafted: drawing.next(logits))
         self._dead_ends += drawing.dead_end
         return drawing.draft()
 
