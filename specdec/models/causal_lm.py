@@ -488,7 +488,6 @@ class CausalLM(ForwardPass):
             state.mtp.truncate(min(state.mtp.length, state.pairs.fed))
             if state.later is not None:
                 state.later.cut(state.pairs.fed)
-                state.later.truncate()
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
@@ -504,8 +503,7 @@ class CausalLM(ForwardPass):
             meta["mtp_length"] = state.pairs.fed
             if state.later is not None:
                 later = state.later
-                later.settle()
-                later.truncate()
+                later.cut(state.pairs.fed)
                 arrays |= {f"mtp{i}.{name}": a for i, c in enumerate(later.caches) for name, a in c.save().items()}
                 meta |= {f"mtp_token{i}": token for i, token in enumerate(later.tokens)}
                 if later.hidden is not None:

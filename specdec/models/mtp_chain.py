@@ -81,14 +81,11 @@ class LaterModules:
         self.restart(self.start + known, left, self.hidden[known:] if self.hidden is not None and left else None)
 
     def cut(self, fed: int) -> None:
-        """Forget the pairs from ``fed`` on; the tokens that are in those before it stay true."""
+        """Forget the pairs from ``fed`` on, and what drafts have left; the tokens in the pairs before it stay true."""
         self.settle()
         start = min(self.start, fed)
         left = max(0, fed - self.start)
         self.restart(start, self.tokens[:left], self.hidden[:left] if self.hidden is not None and left else None)
-
-    def truncate(self) -> None:
-        """Drop the entries that are not true in every module."""
         for cache in self.caches:
             cache.truncate(min(cache.length, self.start))
 
