@@ -130,7 +130,7 @@ class CausalLM(ForwardPass):
             raise UnsupportedError(f"a state is asked for {unmet}")
         try:
             caches = self._new_caches(capacity)
-            mtp, *rest = self._new_mtp_caches(capacity) if needs.mtp else [None]
+            heads = self._new_mtp_caches(capacity) if needs.mtp else []
         except (RuntimeError, MemoryError) as error:  # torch and MLX report a refused allocation as a RuntimeError
             raise StateError(
                 f"there is no memory for a state of {capacity} tokens",
@@ -141,8 +141,8 @@ class CausalLM(ForwardPass):
         if needs.mtp and self.model.mtp_residual:
             boundaries = tuple(sorted({*boundaries, self.info.layers}))
         target = self._passes_with(boundaries).bind(caches)
+        mtp, rest, later = heads[0] if heads else None, heads[1:], None
         head = None if mtp is None else self._mtp_passes.bind([mtp])
-        later = None
         if rest:
             passes = [passes.bind([cache]) for passes, cache in zip(self._later_passes, rest, strict=True)]
             later = LaterModules(passes, rest)
@@ -448,9 +448,9 @@ class CausalLM(ForwardPass):
         self._check_tokens(tokens)
         weights = [self._lm_head_of(module) for module in range(self.info.mtp_layers)]
         gathered: dict[int, HeadRows] = {}  # modules mostly share one output head
-        for weight, old in zip(weights, rows or [None] * len(weights), strict=True):
+        for module, weight in enumerate(weights):
             if id(weight) not in gathered:
-                gathered[id(weight)] = self.ops.head_rows(weight, tokens, old)
+                gathered[id(weight)] = self.ops.head_rows(weight, tokens, rows[module] if rows else None)
         return PrunedHead(self, [gathered[id(weight)] for weight in weights], self._pruned)
 
     def shared_weights(self) -> SharedWeights:
