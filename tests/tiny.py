@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,27 +122,34 @@ def write_qwen3_5(
     shards: int = 1,
     logit_spread: float = 3.0,
     printable: bool = False,
+    mlps: Callable[[_Draw, int], dict[str, torch.Tensor]] | None = None,
+    grouped: bool = False,
+    keys: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
     """A Qwen3.5 checkpoint; ``vl`` gives the vision-language layout (prefixes, ``text_config``, a vision tensor).
 
-    ``printable`` (untied only) makes it generate ASCII, so that tests of text see characters, not stray bytes.
+    ``printable`` (untied only) makes it generate ASCII, so that tests of text see characters, not stray bytes. Other
+    families of its kind have other ``mlps`` (of layer i, -1 for the head), ``grouped`` projections as in Qwen3-Next,
+    and other ``keys`` in the config.
     """
     draw = _Draw(seed)
+    mlp = mlps or (lambda draw, i: _mlp(draw, hidden, intermediate))
     if layer_types is None:
         layer_types = ["full_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(layers)]
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     text: dict[str, torch.Tensor] = {"embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
     text |= _norms(draw, hidden, "norm", mean=0.2)
     for i, kind in enumerate(layer_types):
-        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=0.0) | _mlp(draw, hidden, intermediate)
+        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=0.0) | mlp(draw, i)
         if kind == "full_attention":
             layer |= _attention(draw, hidden, heads, kv_heads, head_dim, gated=True)
         else:
+            values = value_heads * value_dim
+            rows = {"qkv": channels, "z": values, "b": value_heads, "a": value_heads}
+            if grouped:
+                rows = {"qkvz": channels + values, "ba": 2 * value_heads}
             delta = {
-                "in_proj_qkv.weight": draw.matrix(channels, hidden, 1.5),
-                "in_proj_z.weight": draw.matrix(value_heads * value_dim, hidden, 1.5),
-                "in_proj_b.weight": draw.matrix(value_heads, hidden, 1.5),
-                "in_proj_a.weight": draw.matrix(value_heads, hidden, 1.5),
+                **{f"in_proj_{name}.weight": draw.matrix(count, hidden, 1.5) for name, count in rows.items()},
                 "conv1d.weight": draw.normal(channels, 1, kernel, std=0.7),
                 "A_log": torch.log(draw.between(0.05, 4.0, value_heads)),
                 "dt_bias": draw.normal(value_heads, mean=-2.0),
@@ -159,7 +166,7 @@ def write_qwen3_5(
     if mtp:
         head = _norms(draw, hidden, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", mean=0.2)
         head["fc.weight"] = draw.matrix(hidden, 2 * hidden, 1.5)
-        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=0.0) | _mlp(draw, hidden, intermediate)
+        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=0.0) | mlp(draw, -1)
         layer |= _attention(draw, hidden, heads, kv_heads, head_dim, gated=True)
         head |= _under("layers.0.", layer)
         if mtp_lm_head:
@@ -203,6 +210,7 @@ def write_qwen3_5(
         "tie_word_embeddings": tied,
         "dtype": dtype,
     }
+    text_config = {key: value for key, value in (text_config | dict(keys or {})).items() if value is not None}
     if vl:
         config = {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -212,150 +220,173 @@ def write_qwen3_5(
             "tie_word_embeddings": tied,
         }
     else:
-        config = {"architectures": ["Qwen3_5ForCausalLM"], **text_config}
+        config = {"architectures": ["Qwen3_5ForCausalLM"]} | text_config
     return _write(folder, config, tensors, vocab, dtype, shards)
 
 
-def write_qwen3(
+def write_llama(
     folder: pathlib.Path,
     *,
+    model_type: str = "llama",
     seed: int = 0,
     hidden: int = 48,
     layers: int = 2,
     heads: int = 4,
-    kv_heads: int = 1,
+    kv_heads: int = 2,
     head_dim: int = 12,
     intermediate: int = 72,
     vocab: int = 277,
     tied: bool = True,
     dtype: str = "float32",
     theta: float = 1e4,
+    rope_scaling: Mapping[str, Any] | None = None,
     max_positions: int = 512,
     shards: int = 1,
     logit_spread: float = 3.0,
 ) -> pathlib.Path:
-    """A Qwen3 checkpoint: plain norms, no gate, no MTP head."""
+    """A Llama 3 checkpoint; as ``model_type`` "qwen2" q, k and v have biases, as "qwen3" q and k have norms."""
     draw = _Draw(seed)
     tensors = {"model.embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
     tensors |= _under("model.", _norms(draw, hidden, "norm", mean=1.2))
     for i in range(layers):
         layer = _norms(draw, hidden, *_LAYER_NORMS, mean=1.0) | _mlp(draw, hidden, intermediate)
-        layer |= _attention(draw, hidden, heads, kv_heads, head_dim, gated=False)
+        kinds = {"bias": model_type == "qwen2", "normed": model_type == "qwen3"}
+        layer |= plain_attention(draw, hidden, heads, kv_heads, head_dim, **kinds)
         tensors |= _under(f"model.layers.{i}.", layer)
     if not tied:
         tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
+        "model_type": model_type,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "intermediate_size": intermediate,
         "vocab_size": vocab,
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "use_sliding_window": False,
+        "rms_norm_eps": 1e-6 if model_type == "qwen3" else 1e-5,
         "max_position_embeddings": max_positions,
         "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_scaling": None if rope_scaling is None else dict(rope_scaling),
         "tie_word_embeddings": tied,
         "dtype": dtype,
     }
+    if model_type != "llama":
+        config |= {"use_sliding_window": False}
+    if model_type == "qwen2":
+        config |= {"sliding_window": max_positions, "max_window_layers": layers}
+        assert head_dim * heads == hidden, "the heads of Qwen2.5 fill the hidden size"
+    else:
+        config |= {"attention_bias": False, "mlp_bias": False, "head_dim": head_dim}
     return _write(folder, config, tensors, vocab, dtype, shards)
+
+
+def plain_attention(
+    draw: _Draw, hidden: int, heads: int, kv: int, dim: int, *, bias: bool, normed: bool
+) -> dict[str, torch.Tensor]:
+    """Plain norms of q and k, or none; biases of q, k and v, or none."""
+    tensors = _attention(draw, hidden, heads, kv, dim, gated=False)
+    if not normed:
+        tensors = {name: tensor for name, tensor in tensors.items() if "_norm." not in name}
+    if bias:
+        sizes = {"q": heads * dim, "k": kv * dim, "v": kv * dim}
+        tensors |= {f"self_attn.{name}_proj.bias": draw.normal(size, std=0.3) for name, size in sizes.items()}
+    return tensors
+
+
+def write_qwen3(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
+    """A Qwen3 checkpoint: plain norms, no gate, no MTP head."""
+    return write_llama(folder, model_type="qwen3", **{"kv_heads": 1, **settings})
+
+
+def shape(**sizes: Any) -> dict[str, Any]:
+    """Settings of a writer."""
+    return sizes
 
 
 # Odd on purpose: Hv/Hk of 1, 2 and 3, GQA of 1 to 4, tied and untied, nothing a power of two for long. 128-wide heads
 # are what the real models have.
 QWEN3_5_SHAPES: dict[str, dict[str, Any]] = {
-    "r1-gqa4-tied": {
-        "hidden": 48,
-        "heads": 4,
-        "kv_heads": 1,
-        "key_heads": 3,
-        "value_heads": 3,
-        "key_dim": 20,
-        "value_dim": 12,
-        "intermediate": 76,
-    },
-    "r2-gqa1-untied": {
-        "hidden": 40,
-        "heads": 3,
-        "kv_heads": 3,
-        "head_dim": 24,
-        "key_heads": 2,
-        "value_heads": 4,
-        "key_dim": 12,
-        "value_dim": 20,
-        "intermediate": 72,
-        "vocab": 301,
-        "tied": False,
-    },
-    "r3-gqa3-untied": {
-        "hidden": 60,
-        "heads": 6,
-        "kv_heads": 2,
-        "head_dim": 20,
-        "rotary_factor": 0.5,
-        "key_heads": 1,
-        "value_heads": 3,
-        "key_dim": 8,
-        "value_dim": 28,
-        "intermediate": 68,
-        "tied": False,
-    },
-    "r3-wide-heads": {
-        "hidden": 36,
-        "heads": 2,
-        "kv_heads": 1,
-        "head_dim": 40,
-        "key_heads": 2,
-        "value_heads": 6,
-        "key_dim": 24,
-        "value_dim": 18,
-        "intermediate": 52,
-        "vocab": 269,
-        "theta": 1e7,
-    },
-    "real-heads": {
-        "hidden": 72,
-        "layers": 2,
-        "heads": 1,
-        "kv_heads": 1,
-        "head_dim": 256,
-        "key_heads": 1,
-        "value_heads": 2,
-        "key_dim": 128,
-        "value_dim": 128,
-        "intermediate": 100,
-        "tied": False,
-        "layer_types": ["linear_attention", "full_attention"],
-        "theta": 1e7,
-    },
-    "mixed-layers": {
-        "hidden": 44,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "rotary_factor": 1.0,
-        "key_heads": 2,
-        "value_heads": 2,
-        "kernel": 3,
-        "vl": True,
-        "shards": 3,
-        "layer_types": ["full_attention", "linear_attention", "full_attention"],
-    },
-    "attention-only": {
-        "hidden": 52,
-        "heads": 4,
-        "kv_heads": 1,
-        "head_dim": 12,
-        "rotary_factor": 0.5,
-        "layer_types": ["full_attention", "full_attention"],
-        "mtp_lm_head": True,
-    },
+    "r1-gqa4-tied": shape(
+        hidden=48, heads=4, kv_heads=1, key_heads=3, value_heads=3, key_dim=20, value_dim=12, intermediate=76
+    ),
+    "r2-gqa1-untied": shape(
+        hidden=40,
+        heads=3,
+        kv_heads=3,
+        head_dim=24,
+        key_heads=2,
+        value_heads=4,
+        key_dim=12,
+        value_dim=20,
+        intermediate=72,
+        vocab=301,
+        tied=False,
+    ),
+    "r3-gqa3-untied": shape(
+        hidden=60,
+        heads=6,
+        kv_heads=2,
+        head_dim=20,
+        rotary_factor=0.5,
+        key_heads=1,
+        value_heads=3,
+        key_dim=8,
+        value_dim=28,
+        intermediate=68,
+        tied=False,
+    ),
+    "r3-wide-heads": shape(
+        hidden=36,
+        heads=2,
+        kv_heads=1,
+        head_dim=40,
+        key_heads=2,
+        value_heads=6,
+        key_dim=24,
+        value_dim=18,
+        intermediate=52,
+        vocab=269,
+        theta=1e7,
+    ),
+    "real-heads": shape(
+        hidden=72,
+        layers=2,
+        heads=1,
+        kv_heads=1,
+        head_dim=256,
+        key_heads=1,
+        value_heads=2,
+        key_dim=128,
+        value_dim=128,
+        intermediate=100,
+        tied=False,
+        layer_types=["linear_attention", "full_attention"],
+        theta=1e7,
+    ),
+    "mixed-layers": shape(
+        hidden=44,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        rotary_factor=1.0,
+        key_heads=2,
+        value_heads=2,
+        kernel=3,
+        vl=True,
+        shards=3,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+    ),
+    "attention-only": shape(
+        hidden=52,
+        heads=4,
+        kv_heads=1,
+        head_dim=12,
+        rotary_factor=0.5,
+        layer_types=["full_attention", "full_attention"],
+        mtp_lm_head=True,
+    ),
     "own-embedding-tied": {"hidden": 40, "mtp_embeddings": True},
     "own-embedding-untied": {"hidden": 44, "tied": False, "mtp_embeddings": True, "mtp_lm_head": True},
     "own-embedding-main-head": {"hidden": 36, "tied": False, "mtp_embeddings": True},
@@ -523,7 +554,7 @@ def needs_of(target: Any, *, final_hidden: bool = True) -> Any:
 def state_arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
     """Everything committed in a state, by name, the MTP cache left out: it depends on what was drafted."""
     arrays = target.snapshot(state).arrays
-    return {name: array for name, array in arrays.items() if not name.startswith("mtp.")}
+    return {name: array for name, array in arrays.items() if not name.startswith("mtp")}
 
 
 def assert_same_bits(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests import tiny
-from tests.tiny import _LAYER_NORMS, _attention, _Draw, _mlp, _norms, _under, _write
+from tests.tiny import _LAYER_NORMS, _Draw, _mlp, _norms, _under, _write, plain_attention, shape, write_llama
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,91 +42,23 @@ def _qwen_moe(draw: _Draw, hidden: int, moe: Mapping[str, int], layout: str) -> 
 def write_qwen3_5_moe(
     folder: pathlib.Path,
     *,
-    seed: int = 0,
-    hidden: int = 40,
-    heads: int = 4,
-    kv_heads: int = 1,
-    head_dim: int = 16,
-    rotary_factor: float = 0.25,
-    key_heads: int = 2,
-    value_heads: int = 4,
-    key_dim: int = 12,
-    value_dim: int = 16,
-    kernel: int = 4,
     experts: int = 6,
     top_k: int = 2,
     inner: int = 20,
     shared: int = 28,
     layouts: Sequence[str] = ("fused",),  # of the main layers, in turn
     mtp_layout: str = "apart",
-    vocab: int = 277,
-    tied: bool = False,
-    mtp: bool = True,
     grouped: bool = False,  # Qwen3-Next: in_proj_qkvz and in_proj_ba, no count of MTP layers in the config
-    dtype: str = "float32",
-    theta: float = 1e4,
-    layer_types: Sequence[str] = ("linear_attention", "full_attention"),
-    max_positions: int = 512,
-    shards: int = 1,
-    logit_spread: float = 3.0,
+    **settings: Any,
 ) -> pathlib.Path:
-    """A Qwen3.5 MoE checkpoint, or a Qwen3-Next one."""
-    draw = _Draw(seed)
+    """A Qwen3.5 MoE checkpoint, or a Qwen3-Next one; other settings as for the dense one."""
+    usual = {"hidden": 40, "tied": False, "layer_types": ("linear_attention", "full_attention")}
+    settings = {**usual, "theta": 1e4, "rotary_factor": 0.25, **settings}
+    hidden, theta, share = settings["hidden"], settings["theta"], settings["rotary_factor"]
     moe = {"experts": experts, "inner": inner, "shared": shared}
-    ratio, channels = value_heads // key_heads, 2 * key_heads * key_dim + value_heads * value_dim
-    text: Tensors = {"embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
-    text |= _norms(draw, hidden, "norm", mean=0.2)
-    for i, kind in enumerate(layer_types):
-        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=0.0)
-        layer |= _qwen_moe(draw, hidden, moe, layouts[i % len(layouts)])
-        if kind == "full_attention":
-            layer |= _attention(draw, hidden, heads, kv_heads, head_dim, gated=True)
-        else:
-            if grouped:
-                projections = {
-                    "in_proj_qkvz.weight": draw.matrix(key_heads * (2 * key_dim + 2 * ratio * value_dim), hidden, 1.5),
-                    "in_proj_ba.weight": draw.matrix(2 * value_heads, hidden, 1.5),
-                }
-            else:
-                projections = {
-                    "in_proj_qkv.weight": draw.matrix(channels, hidden, 1.5),
-                    "in_proj_z.weight": draw.matrix(value_heads * value_dim, hidden, 1.5),
-                    "in_proj_b.weight": draw.matrix(value_heads, hidden, 1.5),
-                    "in_proj_a.weight": draw.matrix(value_heads, hidden, 1.5),
-                }
-            delta = {
-                **projections,
-                "conv1d.weight": draw.normal(channels, 1, kernel, std=0.7),
-                "A_log": torch.log(draw.between(0.05, 4.0, value_heads)),
-                "dt_bias": draw.normal(value_heads, mean=-2.0),
-                "norm.weight": draw.normal(value_dim, mean=1.0, std=0.3),
-                "out_proj.weight": draw.matrix(hidden, value_heads * value_dim, 1.5),
-            }
-            layer |= _under("linear_attn.", delta)
-        text |= _under(f"layers.{i}.", layer)
-    tensors = _under("model.", text)
-    if not tied:
-        tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
-    if mtp:
-        head = _norms(draw, hidden, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", mean=0.2)
-        head["fc.weight"] = draw.matrix(hidden, 2 * hidden, 1.5)
-        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=0.0) | _qwen_moe(draw, hidden, moe, mtp_layout)
-        layer |= _attention(draw, hidden, heads, kv_heads, head_dim, gated=True)
-        tensors |= _under("mtp.", head | _under("layers.0.", layer))
-    config = {
+    keys = {
         "architectures": ["Qwen3NextForCausalLM" if grouped else "Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_next" if grouped else "qwen3_5_moe_text",
-        "hidden_size": hidden,
-        "num_hidden_layers": len(layer_types),
-        "layer_types": list(layer_types),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": key_dim,
-        "linear_value_head_dim": value_dim,
-        "linear_conv_kernel_dim": kernel,
         "num_experts": experts,
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": inner,
@@ -135,21 +67,17 @@ def write_qwen3_5_moe(
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "max_position_embeddings": max_positions,
-        "partial_rotary_factor": rotary_factor,
+        "partial_rotary_factor": share,
         "rope_theta": theta,
         "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_factor},
-        "tie_word_embeddings": tied,
-        "dtype": dtype,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share},
+        **({"mtp_num_hidden_layers": None, "mtp_use_dedicated_embeddings": None} if grouped else {}),
     }
-    if not grouped:
-        config["mtp_num_hidden_layers"] = int(mtp)
-    return _write(folder, config, tensors, vocab, dtype, shards)
+
+    def mlps(draw: _Draw, index: int) -> Tensors:
+        return _qwen_moe(draw, hidden, moe, mtp_layout if index < 0 else layouts[index % len(layouts)])
+
+    return tiny.write_qwen3_5(folder, mlps=mlps, grouped=grouped, keys=keys, **settings)
 
 
 def write_qwen3_next(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
@@ -158,77 +86,9 @@ def write_qwen3_next(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     return write_qwen3_5_moe(folder, **settings)
 
 
-def _plain_attention(draw: _Draw, hidden: int, heads: int, kv: int, dim: int, *, bias: bool, normed: bool) -> Tensors:
-    """Plain norms of q and k, or none; biases of q, k and v, or none."""
-    tensors = _attention(draw, hidden, heads, kv, dim, gated=False)
-    if not normed:
-        tensors = {name: tensor for name, tensor in tensors.items() if "_norm." not in name}
-    if bias:
-        tensors |= {
-            f"self_attn.{name}_proj.bias": draw.normal((heads if name == "q" else kv) * dim, std=0.3) for name in "qkv"
-        }
-    return tensors
-
-
-def write_llama(
-    folder: pathlib.Path,
-    *,
-    model_type: str = "llama",
-    seed: int = 0,
-    hidden: int = 48,
-    layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 12,
-    intermediate: int = 72,
-    vocab: int = 277,
-    tied: bool = True,
-    dtype: str = "float32",
-    theta: float = 1e4,
-    rope_scaling: Mapping[str, Any] | None = None,
-    max_positions: int = 512,
-    shards: int = 1,
-    logit_spread: float = 3.0,
-) -> pathlib.Path:
-    """A Llama 3 checkpoint, or with ``model_type="qwen2"`` a Qwen2.5 one (biases of q, k and v)."""
-    draw = _Draw(seed)
-    tensors = {"model.embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
-    tensors |= _under("model.", _norms(draw, hidden, "norm", mean=1.2))
-    for i in range(layers):
-        layer = _norms(draw, hidden, *_LAYER_NORMS, mean=1.0) | _mlp(draw, hidden, intermediate)
-        layer |= _plain_attention(draw, hidden, heads, kv_heads, head_dim, bias=model_type == "qwen2", normed=False)
-        tensors |= _under(f"model.layers.{i}.", layer)
-    if not tied:
-        tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
-    config = {
-        "architectures": ["Qwen2ForCausalLM" if model_type == "qwen2" else "LlamaForCausalLM"],
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": max_positions,
-        "rope_theta": theta,
-        "rope_scaling": None if rope_scaling is None else dict(rope_scaling),
-        "tie_word_embeddings": tied,
-        "dtype": dtype,
-    }
-    if model_type == "llama":
-        config |= {"attention_bias": False, "mlp_bias": False, "head_dim": head_dim}
-    else:
-        config |= {"use_sliding_window": False, "sliding_window": max_positions, "max_window_layers": layers}
-        if head_dim * heads != hidden:
-            raise ValueError("the heads of Qwen2.5 fill the hidden size")
-    return _write(folder, config, tensors, vocab, dtype, shards)
-
-
 def write_qwen2(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     """A Qwen2.5 checkpoint."""
-    return write_llama(folder, model_type="qwen2", **settings)
+    return write_llama(folder, model_type="qwen2", **{"kv_heads": 2, **settings})
 
 
 def _deepseek_moe(draw: _Draw, hidden: int, moe: Mapping[str, int], layout: str) -> Tensors:
@@ -288,7 +148,7 @@ def write_extra_layer_family(
     mtp_layout: str = "apart",
     vocab: int = 277,
     tied: bool = False,
-    mtp: bool = True,
+    mtp: int = 1,  # modules
     mtp_embed: bool = False,
     mtp_lm_head: bool = False,
     dtype: str = "float32",
@@ -309,7 +169,7 @@ def write_extra_layer_family(
         if latent:
             layer |= _latent_attention(draw, hidden, heads, sizes)
         else:
-            layer |= _plain_attention(draw, hidden, heads, kv_heads, head_dim, bias=bias, normed=normed)
+            layer |= plain_attention(draw, hidden, heads, kv_heads, head_dim, bias=bias, normed=normed)
         return layer | (
             _mlp(draw, hidden, intermediate) if layout is None else _deepseek_moe(draw, hidden, moe, layout)
         )
@@ -321,14 +181,14 @@ def write_extra_layer_family(
         tensors |= _under(f"model.layers.{i}.", layer)
     if not tied:
         tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
-    if mtp:
+    for module in range(mtp):
         head = _norms(draw, hidden, "enorm", "hnorm", "shared_head.norm", mean=1.2)
         head["eh_proj.weight"] = draw.matrix(hidden, 2 * hidden, 1.5)
         if mtp_embed:
             head["embed_tokens.weight"] = draw.matrix(vocab, hidden, logit_spread)
         if mtp_lm_head:
             head["shared_head.head.weight"] = draw.matrix(vocab, hidden, logit_spread)
-        tensors |= _under(f"model.layers.{layers}.", head | decoder_layer(mtp_layout))
+        tensors |= _under(f"model.layers.{layers + module}.", head | decoder_layer(mtp_layout))
     config = {
         "architectures": ["DeepseekV3ForCausalLM" if latent else "Glm4MoeForCausalLM"],
         "model_type": family,
@@ -394,47 +254,47 @@ _DEEPSEEK_YARN = yarn(24, 8.0, beta_fast=4, beta_slow=1, mscale=1.0, mscale_all_
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5_moe": {
         "fused-head-apart": {"mtp_layout": "apart"},
-        "apart-head-fused": {
-            "layouts": ("apart",),
-            "mtp_layout": "fused",
-            "hidden": 36,
-            "heads": 3,
-            "kv_heads": 3,
-            "key_heads": 1,
-            "value_heads": 3,
-            "key_dim": 8,
-            "value_dim": 10,
-            "top_k": 3,
-            "tied": True,
-        },
-        "mixed-layouts": {
-            "layouts": ("fused", "apart"),
-            "layer_types": ["linear_attention"] * 2 + ["full_attention"],
-            "experts": 11,
-            "top_k": 4,
-            "inner": 14,
-            "shared": 18,
-            "rotary_factor": 0.5,
-            "shards": 3,
-        },
+        "apart-head-fused": shape(
+            layouts=("apart",),
+            mtp_layout="fused",
+            hidden=36,
+            heads=3,
+            kv_heads=3,
+            key_heads=1,
+            value_heads=3,
+            key_dim=8,
+            value_dim=10,
+            top_k=3,
+            tied=True,
+        ),
+        "mixed-layouts": shape(
+            layouts=("fused", "apart"),
+            layer_types=["linear_attention"] * 2 + ["full_attention"],
+            experts=11,
+            top_k=4,
+            inner=14,
+            shared=18,
+            rotary_factor=0.5,
+            shards=3,
+        ),
         "one-expert-each": {"experts": 5, "top_k": 1, "layer_types": ["full_attention", "full_attention"]},
         "all-experts": {"experts": 3, "top_k": 3, "hidden": 52, "head_dim": 20, "rotary_factor": 0.5},
     },
     "qwen3_next": {
         "r2": {},
         "r1": {"key_heads": 3, "value_heads": 3, "key_dim": 20, "value_dim": 12, "hidden": 48, "tied": True},
-        "r3-fused": {
-            "key_heads": 2,
-            "value_heads": 6,
-            "key_dim": 8,
-            "value_dim": 10,
-            "layouts": ("fused",),
-            "experts": 9,
-            "top_k": 4,
-            "kernel": 3,
-            "heads": 6,
-            "kv_heads": 2,
-        },
+        "r3-fused": shape(
+            key_heads=2,
+            value_heads=6,
+            key_dim=8,
+            value_dim=10,
+            layouts=("fused",),
+            experts=9,
+            top_k=4,
+            kernel=3,
+            heads=6,
+            kv_heads=2,
+        ),
     },
     "llama": {
         "plain": {"theta": 5e5},
@@ -469,65 +329,57 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {
         "gqa2": {},
         "gqa7-untied": {"hidden": 56, "heads": 7, "kv_heads": 1, "head_dim": 8, "tied": False, "vocab": 283},
-        "yarn": {
-            "hidden": 48,
-            "heads": 3,
-            "kv_heads": 1,
-            "head_dim": 16,
-            "max_positions": 128,
-            "rope_scaling": yarn(32, 4.0, beta_fast=8),
-        },
+        "yarn": shape(
+            hidden=48, heads=3, kv_heads=1, head_dim=16, max_positions=128, rope_scaling=yarn(32, 4.0, beta_fast=8)
+        ),
     },
     "glm4_moe": {
         "air": {},
-        "qk-norm": {
-            "normed": True,
-            "layers": 3,
-            "dense_layers": 2,
-            "scale": 2.5,
-            "layouts": ("fused",),
-            "mtp_lm_head": True,
-            "mtp_embed": True,
-            "heads": 6,
-            "kv_heads": 1,
-        },
-        "no-bias-groups": {
-            "bias": False,
-            "groups": 4,
-            "kept_groups": 2,
-            "shared": 2,
-            "mtp_layout": "fused",
-            "head_dim": 20,
-            "shards": 2,
-        },
+        "qk-norm": shape(
+            normed=True,
+            layers=3,
+            dense_layers=2,
+            scale=2.5,
+            layouts=("fused",),
+            mtp_lm_head=True,
+            mtp_embed=True,
+            heads=6,
+            kv_heads=1,
+        ),
+        "no-bias-groups": shape(
+            bias=False, groups=4, kept_groups=2, shared=2, mtp_layout="fused", head_dim=20, shards=2, mtp=2
+        ),
     },
     "deepseek_v3": {
         "yarn-groups": {"groups": 4, "kept_groups": 2, "rope_scaling": _DEEPSEEK_YARN, "max_positions": 192},
-        "no-q-lora": {
-            "q_lora": 0,
-            "dense_layers": 0,
-            "experts": 6,
-            "top_k": 2,
-            "shared": 2,
-            "layouts": ("fused",),
-            "mtp_embed": True,
-            "mtp_lm_head": True,
-            "value": 10,
-            "nope": 14,
-        },
-        "all-sparse-mixed": {
-            "dense_layers": 0,
-            "layers": 3,
-            "layouts": ("apart", "fused"),
-            "mtp_layout": "fused",
-            "groups": 2,
-            "kept_groups": 1,
-            "heads": 3,
-            "rope": 12,
-            "kv_lora": 28,
-            "theta": 5e3,
-        },
-        "dense": {"dense_layers": 2, "heads": 2, "mtp": False, "rope_scaling": _DEEPSEEK_YARN, "shards": 2},
+        "no-q-lora": shape(
+            q_lora=0,
+            dense_layers=0,
+            experts=6,
+            top_k=2,
+            shared=2,
+            layouts=("fused",),
+            mtp_embed=True,
+            mtp_lm_head=True,
+            value=10,
+            nope=14,
+        ),
+        "all-sparse-mixed": shape(
+            dense_layers=0,
+            layers=3,
+            layouts=("apart", "fused"),
+            mtp_layout="fused",
+            groups=2,
+            kept_groups=1,
+            heads=3,
+            rope=12,
+            kv_lora=28,
+            theta=5e3,
+            mtp=3,
+            mtp_embed=True,
+            mtp_lm_head=True,
+        ),
+        "dense": {"dense_layers": 2, "heads": 2, "mtp": 0, "rope_scaling": _DEEPSEEK_YARN, "shards": 2},
     },
 }
 TRANSFORMERS = {

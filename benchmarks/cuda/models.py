@@ -247,7 +247,7 @@ def draft_body(model: Model, state: Any, pruned: PrunedHead | None, rows: int = 
     if pruned is None:
         weights, names = (target._mtp_lm_head,), None
     else:
-        rows_kept: Any = pruned.rows
+        rows_kept: Any = pruned.rows[0]
         weights, names = rows_kept.parts, rows_kept.part_ids[0]
 
     def body() -> object:

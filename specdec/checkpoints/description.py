@@ -113,7 +113,7 @@ def describe(
         mtp=_mtp(
             [name for name, tensor in expected.items() if tensor.group == "mtp" and name in formats],
             family,
-            checkpoint.head_path,
+            checkpoint.head.path,
             headless,
         ),
         missing=list(found.missing),
@@ -263,4 +263,6 @@ def _mtp(present: list[str], family: FamilyConfig, path: Path | None = None, hea
         family.tied and getattr(family, "mtp_embeddings", False)
     )
     source = "" if path is None else f", from {path}"
-    return f"{family.mtp_layers} layer, {embed}{'own head' if own else 'shares the main head'}{source}"
+    count = family.mtp_layers
+    layers = f"{count} layers, chained" if count > 1 else "1 layer"
+    return f"{layers}, {embed}{'own head' if own else 'shares the main head'}{source}"

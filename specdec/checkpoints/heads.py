@@ -14,7 +14,7 @@ from typing import Any
 from specdec.checkpoints.locate import listed
 from specdec.checkpoints.names import SPECULATORS_LAYER, canonical_name, text_config
 from specdec.checkpoints.quantised import formats_of
-from specdec.checkpoints.reader import Checkpoint, StoredTensor, read_header, read_json, read_tensors
+from specdec.checkpoints.reader import Checkpoint, HeadSource, StoredTensor, read_header, read_json, read_tensors
 from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
 from specdec.errors import CheckpointError, shown
 
@@ -32,7 +32,7 @@ def unlisted_head(checkpoint: Checkpoint) -> Path | None:
 def join_head(
     checkpoint: Checkpoint,
     path: Path,
-    prefix: str,
+    prefixes: tuple[str, ...],
     expected: Mapping[str, TensorSpec],
     *,
     hidden_size: int,
@@ -44,30 +44,29 @@ def join_head(
         checkpoint: the open checkpoint.
         path: a safetensors file, or a folder with ``mtp.safetensors``, one safetensors file, or a whole checkpoint. Of
             its tensors, those of the head are taken, in any layout and format that a checkpoint may have.
-        prefix: of the head's canonical names.
+        prefixes: what the head's canonical names begin with.
         expected: canonical name -> spec of every tensor that the model needs.
         hidden_size, vocab_size: of the model.
 
     Raises: CheckpointError if there is no head, or one of another model, with both figures.
     """
-    tensors, config = _read(path, prefix)
+    tensors, config = _read(path, prefixes)
     residual, config = _of_speculators(path, tensors, config, checkpoint.config)
-    head = {name: tensor for name, tensor in tensors.items() if canonical_name(name).startswith(prefix)}
+    head = {name: tensor for name, tensor in tensors.items() if canonical_name(name).startswith(prefixes)}
     if not head:
         raise CheckpointError(
-            f"{path} holds no MTP head for this model: none of its {len(tensors)} tensors is named {prefix}*",
+            f"{path} holds no MTP head for this model: none of its {len(tensors)} tensors is named "
+            + " or ".join(f"{prefix}*" for prefix in prefixes),
             found=listed(tensors),
             try_="the file, or the original checkpoint's folder, with these tensors",
         )
     _check_sizes(path, head, config, expected, {"hidden_size": hidden_size, "vocab_size": vocab_size})
-    own = [name for name in checkpoint.names if canonical_name(name).startswith(prefix)]
+    own = [name for name in checkpoint.names if canonical_name(name).startswith(prefixes)]
     return checkpoint.joined(
         head,
         without=own,
         config=config,
-        head_path=path,
-        head_converted=_converted(path, tensors, config, prefix),
-        head_residual=residual,
+        source=HeadSource(path, _converted(path, tensors, config, prefixes), residual),
         notices=[
             f"the MTP head is taken from {path} ({len(head)} of its {len(tensors)} tensors)",
             *([f"the {len(own)} tensors of the checkpoint's own MTP head are not used"] if own else []),
@@ -117,7 +116,7 @@ def _of_speculators(
     return True, {**config, "text_config": own}
 
 
-def _read(path: Path, prefix: str) -> tuple[dict[str, StoredTensor], dict[str, Any] | None]:
+def _read(path: Path, prefixes: tuple[str, ...]) -> tuple[dict[str, StoredTensor], dict[str, Any] | None]:
     """The tensors of a file or folder, and the folder's config.json if it has one."""
     if os.path.isfile(path):
         return read_header(path), None
@@ -133,7 +132,7 @@ def _read(path: Path, prefix: str) -> tuple[dict[str, StoredTensor], dict[str, A
         tensors = read_header(files[0])
     else:
         tensors = {} if files == [] and single.is_file() else read_tensors(path)[0]
-        if single.is_file() and not any(canonical_name(name).startswith(prefix) for name in tensors):
+        if single.is_file() and not any(canonical_name(name).startswith(prefixes) for name in tensors):
             tensors = read_header(single)
     return tensors, read_json(config) if os.path.lexists(config) else None
 
@@ -165,10 +164,10 @@ def _check_sizes(
 
 
 def _converted(
-    path: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any] | None, prefix: str
+    path: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any] | None, prefixes: tuple[str, ...]
 ) -> bool | None:
     """Whether mlx-lm converted the files; None if they hold nothing but the head, which does not show it."""
-    rest = {name: tensor for name, tensor in tensors.items() if not canonical_name(name).startswith(prefix)}
+    rest = {name: tensor for name, tensor in tensors.items() if not canonical_name(name).startswith(prefixes)}
     if not rest:
         return None
     return converted_by_mlx_lm(formats_of(Checkpoint(path, dict(config or {}), {}, rest)))

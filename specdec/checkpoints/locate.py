@@ -88,7 +88,7 @@ def check_folder(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no config.json",
             found=listed(files) or "an empty folder",
-            try_=_what_else(files) or _MODELS,
+            try_=what_else(files) or _MODELS,
         )
     return path
 
@@ -101,15 +101,15 @@ def _instead_of_a_file(path: Path) -> str:
     }.get(path.suffix, _MODELS)
 
 
-def _what_else(files: Iterable[str]) -> str | None:
-    """Guess what a folder without config.json is, and say what to use instead."""
+def what_else(files: Iterable[str]) -> str | None:
+    """Guess what a folder that is no checkpoint is, and say what to use instead."""
     files = list(files)
-    if "adapter_config.json" in files:
+    if any(name.startswith("adapter_") for name in files):
         return "it looks like a LoRA adapter, which is not read: merge it into its base model and save that"
     if any(name.endswith(".gguf") for name in files):
         return "name one of the GGUF files"
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in files):
-        return "it looks like pickled PyTorch weights, which are not read: use a checkpoint in safetensors format"
+        return "it looks like pickled PyTorch weights, and pickles are not read: use a checkpoint in safetensors format"
     if any(name.endswith(".safetensors") for name in files):
         return "copy config.json (and tokenizer.json) from the model that the weights belong to"
     if "snapshots/" in files:

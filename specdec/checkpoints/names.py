@@ -29,6 +29,9 @@ _SPECULATORS = {
 }
 
 
+_MIDLAYER = "midlayer."  # the one layer of an EAGLE-3 head in its authors' layout
+
+
 class Names(dict[str, str]):
     """Canonical name -> name in the files, for everything that may belong to the text model."""
 
@@ -39,6 +42,8 @@ def canonical_name(name: str) -> str:
     """The canonical form of a tensor name; an unknown name only loses its wrappers."""
     while name.startswith(_WRAPPERS):
         name = name.split(".", 1)[1]
+    if name.startswith(_MIDLAYER):
+        return "layers.0." + name.removeprefix(_MIDLAYER)
     if not name.startswith(SPECULATORS_LAYER):
         return name
     rest = name.removeprefix(SPECULATORS_LAYER)

@@ -18,7 +18,7 @@ import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specdec.checkpoints.locate import check_folder, entries, listed
+from specdec.checkpoints.locate import check_folder, entries, listed, what_else
 from specdec.errors import CheckpointError, shown
 from specdec.files.reading import DuplicateKeyError, open_file, parse_json, read_text
 
@@ -102,6 +102,21 @@ class StoredTensor:
         return buffer.view(DTYPES[self.dtype]).view(stop - start, *self.shape[axes:])
 
 
+@attrs.frozen
+class HeadSource:
+    """Where an MTP head lies.
+
+    Attributes:
+        path: the file or folder that it was taken from; None if it is among the weights.
+        converted: whether mlx-lm converted the files of that head; None if unknown.
+        residual: whether it reads the target's hidden states before the final norm.
+    """
+
+    path: Path | None = None
+    converted: bool | None = None
+    residual: bool = False
+
+
 class Checkpoint:
     """An open checkpoint folder. Create one with ``Checkpoint.open``.
 
@@ -110,14 +125,8 @@ class Checkpoint:
         config: ``config.json``.
         generation_config: ``generation_config.json``, or an empty dict.
         notices: notices for the user, one sentence each.
-        head_path: the file or folder that the MTP head was taken from; None if it is among the weights.
-        head_converted: whether mlx-lm converted the files of that head; None if unknown.
-        head_residual: whether that head reads the target's hidden states before the final norm.
+        head: where the MTP head was taken from.
     """
-
-    head_path: Path | None = None
-    head_converted: bool | None = None
-    head_residual: bool = False
 
     def __init__(
         self,
@@ -131,6 +140,7 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self.notices = notices
+        self.head = HeadSource()
         self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
         self._tensors = tensors
         self._configs: dict[Path, Mapping[str, Any]] = {}  # of files that came with a config.json of their own
@@ -153,15 +163,13 @@ class Checkpoint:
         *,
         without: Collection[str],
         config: Mapping[str, Any] | None,
-        head_path: Path,
-        head_converted: bool | None,
-        head_residual: bool,
+        source: HeadSource,
         notices: Sequence[str],
     ) -> Checkpoint:
         """This checkpoint with the tensors of a head from elsewhere and ``without`` some of its own."""
         kept = {name: tensor for name, tensor in self._tensors.items() if name not in without}
         joined = Checkpoint(self.path, self.config, self.generation_config, {**kept, **head}, (*self.notices, *notices))
-        joined.head_path, joined.head_converted, joined.head_residual = head_path, head_converted, head_residual
+        joined.head = source
         if config is not None:
             joined._configs = dict.fromkeys((tensor.file for tensor in head.values()), config)
         return joined
@@ -299,15 +307,10 @@ def holds_weights(folder: Path) -> bool:
 def _no_weights(folder: Path) -> CheckpointError:
     files = entries(folder)
     weights = [name for name in files if name.endswith(_WEIGHTS)]
-    shards = [name for name in weights if name.endswith(".safetensors")]
-    if "adapter_model.safetensors" in weights:
-        cure = "it looks like a LoRA adapter: merge it into its base model and save that"
-    elif shards:
+    if any(name.endswith(".safetensors") and not name.startswith("adapter_") for name in weights):
         cure = f"{INDEX_FILE}, which says which tensor is in which file, from where the weights came"
-    elif weights:
-        cure = "a checkpoint in safetensors format, or a GGUF file; pickles are not read"
     else:
-        cure = "download the weights too (with git: `git lfs pull`)"
+        cure = what_else(files) or "download the weights too (with git: `git lfs pull`)"
     return CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", found=listed(weights or files), try_=cure
     )

@@ -28,11 +28,13 @@ class TensorSpec:
         shape: shape implied by ``config.json``.
         group: "model", or the part it belongs to ("mtp"), whose absence has its own explanation.
         rounds: whether ``target.weights`` applies to it: a matrix that is not exact (see ``Weights.matrix``).
+        plus: what is added to its values: 1.0 for a norm that is stored as an offset from 1.
     """
 
     shape: tuple[int, ...]
     group: str = "model"
     rounds: bool = False
+    plus: float = 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +48,7 @@ class WeightCheck:
     unused: list[str]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, got, expected
     unreadable: list[tuple[str, str, str]]  # name, unreadable format or one with broken scales, reason
-    all_zero: list[str]  # matrices only: zero biases, and norms stored as offsets from 1, are normal
+    all_zero: list[str]  # matrices, and norms whose effective scale is 0; zero biases are normal
     non_finite: list[str]
     contradictions: list[str]  # between config.json and the files as a whole
     ignored: list[str]  # names in the files
@@ -87,13 +89,13 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
             misshaped.append((name, found.shape, spec.shape))
         else:
             try:
-                finite, zero = _values(checkpoint, found)
+                finite, zero = _values(checkpoint, found, -spec.plus)
             except CheckpointError as broken:
                 refused[name] = broken
                 continue
             if not finite:
                 non_finite.append(name)
-            elif zero and len(spec.shape) > 1:
+            elif zero and (len(spec.shape) > 1 or name.endswith("norm.weight") or spec.plus):
                 all_zero.append(name)
 
     def errors_of(head: bool) -> list[CheckpointError]:
@@ -121,7 +123,16 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
         head_errors=errors_of(head=True),
         notices=[
             *checkpoint.notices,
-            *_all_zero(all_zero),
+            *_counted(
+                [name for name in all_zero if len(expected[name].shape) > 1],
+                "1 tensor is all zero",
+                "tensors are all zero",
+            ),
+            *_counted(
+                [name for name in all_zero if len(expected[name].shape) == 1],
+                "1 norm has a scale of 0, so that nothing passes",
+                "norms have a scale of 0, so that nothing passes",
+            ),
             *_not_used((name for name in unused if name.startswith("mtp.")), "of an MTP head not used", 20),
             *_not_used(name for name in unused if not name.startswith("mtp.")),
             *_not_used(
@@ -169,8 +180,8 @@ def converted_by_mlx_lm(formats: Formats) -> bool:
     )
 
 
-def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
-    """Whether all values are finite, and whether all are zero. Raises: CheckpointError for an invalid scale.
+def _values(checkpoint: Checkpoint, found: TensorFormat, nothing: float = 0.0) -> tuple[bool, bool]:
+    """Whether all values are finite, and whether all are ``nothing``. Raises: CheckpointError for an invalid scale.
 
     A plain tensor takes one pass over the stored bits: minimum and maximum propagate NaN and expose infinities, and
     torch computes them in the stored dtype, vectorised and without a copy.
@@ -181,7 +192,7 @@ def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
     if tensor.numel() == 0:
         return True, False
     low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high)), bool((low == 0) & (high == 0))
+    return bool(torch.isfinite(low) & torch.isfinite(high)), bool((low == nothing) & (high == nothing))
 
 
 def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -215,8 +226,8 @@ class _Findings:
 
     def _source(self) -> Path:
         """The file that lists the tensors: the index, the only file, or where an MTP head was taken from."""
-        if self._head and self._checkpoint.head_path is not None:
-            return self._checkpoint.head_path
+        if self._head and self._checkpoint.head.path is not None:
+            return self._checkpoint.head.path
         index = self._checkpoint.path / INDEX_FILE
         return index if index.is_file() else self._checkpoint.path / SINGLE_FILE
 
@@ -276,10 +287,9 @@ class _Findings:
             )
 
 
-def _all_zero(found: list[str]) -> Iterator[str]:
-    if found:
-        verb = "tensor is" if len(found) == 1 else "tensors are"
-        yield f"{len(found)} {verb} all zero: {listed(found, _NAMED)}"
+def _counted(names: list[str], single: str, several: str) -> Iterator[str]:
+    if names:
+        yield f"{single if len(names) == 1 else f'{len(names)} {several}'}: {listed(names, _NAMED)}"
 
 
 def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:

@@ -58,11 +58,6 @@ class StoredWeights:
         self._bits = ROUNDED_BITS.get(weights, 0)
         self.used: Counter[tuple[str, bool]] = Counter()
 
-    @property
-    def head_converted(self) -> bool | None:
-        """Whether mlx-lm converted an MTP head that lies elsewhere; None if unknown."""
-        return self.checkpoint.head_converted
-
     def __getitem__(self, name: str) -> torch.Tensor:
         """A memory-mapped floating-point tensor, or a quantised one decoded into new memory.
 

@@ -34,7 +34,7 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, calling, checked_draft, reason, registry
+from specdec.registry import Kind, calling, checked_draft, checked_snapshot, reason, registry
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
 _PATH = "drafter.drafters[{}]"
@@ -87,6 +87,8 @@ class _Member:
             return None
         try:
             answer = getattr(self.drafter, method)(*arguments)
+            if method == "snapshot":
+                return checked_snapshot(answer)
             return checked_draft(answer, arguments[1], vocab_size, arguments[0])[0] if vocab_size else answer
         except Exception as error:
             if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.contract import Context, Draft, DraftNoise, Logits
+from specdec.contract import Choosing, Context, Draft, DraftNoise, Logits
+from specdec.drafters.logits import Row
 from specdec.errors import ConfigError
 from specdec.sampling import Rows, draft_token, is_plain
 
@@ -122,6 +123,24 @@ class Drawing:
         if distribution is not None:
             self._distributions.append(distribution)
         return token
+
+    def rows(self, logits: Logits) -> None:
+        """Draw a token from each row of logits that depend on no drawn token, in one call where the backend can."""
+        if self.greedy:
+            self.tokens += logits.argmax()
+            return
+        chosen: Sequence[int | None] = ()
+        context, sampling = self._context, self._context.sampling
+        penalties = sampling.repetition_penalty - 1, sampling.presence_penalty, sampling.frequency_penalty
+        apart = sampling.processors or self._gate.enabled or any(penalties)  # these ask row by row
+        if sampling.temperature > 0 and context.draft_noise is DraftNoise.COUPLED and not apart:
+            chosen = logits.choose(Choosing([0] * len(logits), context))
+        for row in range(len(logits)):
+            token = chosen[row] if chosen else None
+            if token is not None:
+                self.tokens.append(token)
+            elif self.next(Row(logits, row)) is None:
+                return
 
     def draft(self) -> Draft:
         """What was drawn, with the distributions that the tokens were drawn from."""

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import Pass, Passes
+from specdec.backends.passes import Body, Pass, Passes
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -31,6 +31,7 @@ from specdec.contract import (
 )
 from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import Layer, MtpHead, Norm
+from specdec.models.mtp_chain import LaterModules
 from specdec.sampling import CoupledDraft
 
 CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
@@ -49,6 +50,7 @@ class DecoderModel:
     norm: Norm
     lm_head: Array  # [V, H]; embed_tokens itself if tied
     mtp: MtpHead | None = None
+    later_mtp: tuple[MtpHead, ...] = ()  # modules that are chained behind it, in order
     mtp_lm_head: Array | None = None  # the main head unless the checkpoint has its own
     mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint has its own
     mtp_residual: bool = False  # the MTP head reads what enters the final norm, not what leaves it
@@ -71,6 +73,7 @@ class SequenceState(State):
         target: Pass,
         head: Pass | None,
         boundaries: tuple[int, ...],
+        later: LaterModules | None = None,
     ) -> None:
         self.needs = needs
         self.pairs = None if mtp is None else MtpPairs()
@@ -78,6 +81,7 @@ class SequenceState(State):
         self.mtp = mtp  # true pairs; chained entries follow them until the next true pair
         self.target_pass = target
         self.mtp_pass = head
+        self.later = later  # None for a head of one module
         self.boundaries = boundaries  # whose states the target's passes return beside the one after the final norm
         self.decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of an uncommitted decode
         self._capacity = capacity
@@ -91,8 +95,9 @@ class SequenceState(State):
         return self._capacity
 
     def nbytes(self) -> int:
-        caches = self.caches if self.mtp is None else [*self.caches, self.mtp]
-        return sum(cache.nbytes() for cache in caches)
+        heads = [] if self.mtp is None else [self.mtp]
+        later = () if self.later is None else self.later.caches
+        return sum(cache.nbytes() for cache in (*self.caches, *heads, *later))
 
 
 class CausalLM(ForwardPass):
@@ -100,14 +105,17 @@ class CausalLM(ForwardPass):
 
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
         # a config may not say whether there is a head (Qwen3-Next); the weights decide
-        mtp_layers = 0 if model.mtp is None else info.mtp_layers
+        mtp_layers = 0 if model.mtp is None else 1 + len(model.later_mtp)
         self.info = attrs.evolve(info, mtp_layers=mtp_layers, layers=len(model.layers))
         self.model = model
         self.ops = model.ops
         self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they return
         eager_reason = self._passes_with(()).eager_reason
         if model.mtp is not None:
-            self._mtp_passes = self.ops.record_passes(self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
+            self._mtp_passes = self._passes_of(self._run_mtp, model.mtp)
+            self._later_passes = [
+                self._passes_of(functools.partial(self._run_later, head), head) for head in model.later_mtp
+            ]
             eager_reason = eager_reason or self._mtp_passes.eager_reason
         if eager_reason:
             self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
@@ -122,7 +130,7 @@ class CausalLM(ForwardPass):
             raise UnsupportedError(f"a state is asked for {unmet}")
         try:
             caches = self._new_caches(capacity)
-            mtp = self._new_mtp_cache(capacity) if needs.mtp else None
+            heads = self._new_mtp_caches(capacity) if needs.mtp else []
         except (RuntimeError, MemoryError) as error:  # torch and MLX report a refused allocation as a RuntimeError
             raise StateError(
                 f"there is no memory for a state of {capacity} tokens",
@@ -133,8 +141,12 @@ class CausalLM(ForwardPass):
         if needs.mtp and self.model.mtp_residual:
             boundaries = tuple(sorted({*boundaries, self.info.layers}))
         target = self._passes_with(boundaries).bind(caches)
+        mtp, rest, later = heads[0] if heads else None, heads[1:], None
         head = None if mtp is None else self._mtp_passes.bind([mtp])
-        return SequenceState(capacity, needs, caches, mtp, target, head, boundaries)
+        if rest:
+            passes = [passes.bind([cache]) for passes, cache in zip(self._later_passes, rest, strict=True)]
+            later = LaterModules(passes, rest)
+        return SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later)
 
     def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
         free = self.ops.free_bytes()
@@ -150,16 +162,20 @@ class CausalLM(ForwardPass):
         """Bytes of the caches of a new state."""
         caches = self._new_caches(capacity)
         if needs.mtp:
-            caches.append(self._new_mtp_cache(capacity))
+            caches += self._new_mtp_caches(capacity)
         return sum(cache.nbytes() for cache in caches)
 
     def _new_caches(self, capacity: int) -> list[Cache]:
         return [layer.new_cache(capacity) for layer in self.model.layers]
 
-    def _new_mtp_cache(self, capacity: int) -> Cache:
-        assert self.model.mtp is not None
-        # chained draft steps follow the true pairs, so the head's cache is slightly longer
-        return self.model.mtp.layer.new_cache(capacity + self.info.max_rows)
+    def _new_mtp_caches(self, capacity: int) -> list[Any]:
+        """Empty caches of the MTP modules. Chained draft steps follow the true pairs, so they are slightly longer."""
+        heads = [self.model.mtp, *self.model.later_mtp]
+        return [head.layer.new_cache(capacity + self.info.max_rows) for head in heads if head is not None]
+
+    def _passes_of(self, run: Body, head: MtpHead) -> Passes:
+        cache = head.layer.new_cache(1 + self.info.max_rows)
+        return self.ops.record_passes(run, [cache], self.info.hidden_size)
 
     def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
         """Passes whose rows hold the state after the final norm and those at ``boundaries``, side by side."""
@@ -288,22 +304,36 @@ class CausalLM(ForwardPass):
     def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
         assert self.model.mtp is not None
         table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        prompt = len(tokens) > self.ops.capabilities.max_rows  # of which nobody reads the output
+        # nobody reads what a prompt's rows put out, except a later module
+        prompt = len(tokens) > self.ops.capabilities.max_rows and not self.model.later_mtp
         run = self.model.mtp.fill if prompt else self.model.mtp
         return run(self.ops.embed(table, tokens), hidden, caches[0])
 
+    def _run_later(self, head: MtpHead, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
+        table = self.model.embed_tokens if head.embed_tokens is None else head.embed_tokens
+        return head(self.ops.embed(table, tokens), hidden, caches[0])
+
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
-        cache, mtp_pass, pairs = state.mtp, state.mtp_pass, state.pairs
+        cache, mtp_pass, pairs, later = state.mtp, state.mtp_pass, state.pairs, state.later
         if cache is None or mtp_pass is None or pairs is None:
             raise no_mtp_pairs(self.info)
         self._check_pairs(tokens, hidden)
+        rows = len(tokens)
+        if provisional and later is not None:
+            if rows != 1 or not later.drafting:
+                raise StateError("a chained step of several MTP modules takes one token, after true pairs")
+            return later.step(tokens[0])[-1:]
+        if later is not None:
+            tokens, hidden = later.joined(tokens, hidden)
         if not provisional:
-            cache.truncate(pairs.fed)
+            cache.truncate(pairs.fed if later is None else later.start)
         x = mtp_pass.run(tokens, self.ops.array(hidden))
         mtp_pass.commit(len(tokens))
         if not provisional:
             pairs.fed = cache.length
-        return x
+        if later is not None:
+            later.begin(list(tokens), hidden, x)
+        return x if later is None else x[-rows:]
 
     def _check_pairs(self, tokens: Sequence[int], hidden: Hidden) -> None:
         self._check_tokens(tokens)
@@ -326,15 +356,20 @@ class CausalLM(ForwardPass):
         provisional: bool = False,
         head: DraftHead | None = None,
     ) -> ForwardOutput:
-        rows, most = None if head is None else self._own_head(head).rows, self.ops.capabilities.max_rows
-        forward = functools.partial(self._forward_mtp, _own(state), provisional=provisional)
+        most = self.ops.capabilities.max_rows
+        own = None if head is None else self._own_head(head)
+        state = _own(state)
+        forward = functools.partial(self._forward_mtp, state, provisional=provisional)
         if len(tokens) <= most:
             parts = [forward(tokens, hidden)]
         else:
             self._check_pairs(tokens, hidden)
             parts = [forward(tokens[at : at + most], hidden[at : at + most]) for at in range(0, len(tokens), most)]
-        x = parts[-1]
-        logits = self.ops.head(x[-1:], self._mtp_lm_head) if rows is None else self.ops.pruned_head(x[-1:], rows)
+        x = parts[-1][-1:]
+        module = 0 if state.later is None else state.later.module
+        logits = (
+            self.ops.head(x, self._lm_head_of(module)) if own is None else self.ops.pruned_head(x, own.rows[module])
+        )
         first, *others = map(self.ops.hidden, parts)
         return ForwardOutput(rows=len(tokens), logits=logits, hidden=first.join(others) if others else first)
 
@@ -349,8 +384,13 @@ class CausalLM(ForwardPass):
     ) -> tuple[int, ...]:
         """As in ``ForwardPass``; greedy and coupled drafts run in one call if the backend can chain passes."""
         state = _own(state)
-        if (choose is None or isinstance(choose, CoupledDraft)) and depth > 0 and state.mtp_pass is not None:
-            rows = self._mtp_lm_head if head is None else self._own_head(head).rows
+        if (
+            (choose is None or isinstance(choose, CoupledDraft))
+            and depth > 0
+            and state.mtp_pass
+            and state.later is None
+        ):
+            rows = self._mtp_lm_head if head is None else self._own_head(head).rows[0]
             choosing = None if choose is None else Choosing((), choose.context)
             drafted = self._chain(state, state.mtp_pass, pending, depth, rows, choosing)
             if drafted is not None:
@@ -386,19 +426,32 @@ class CausalLM(ForwardPass):
         return drafted
 
     def _own_head(self, head: DraftHead) -> PrunedHead:
-        if not (isinstance(head, PrunedHead) and head.target is self):
+        if not (isinstance(head, PrunedHead) and head.owner is self):
             raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
         return head
 
     @property
     def _mtp_lm_head(self) -> Array:
-        return self.model.lm_head if self.model.mtp_lm_head is None else self.model.mtp_lm_head
+        return self._lm_head_of(0)
+
+    def _lm_head_of(self, module: int) -> Array:
+        """The output head of an MTP module."""
+        own = self.model.mtp_lm_head if module == 0 else self.model.later_mtp[module - 1].lm_head
+        return self.model.lm_head if own is None else own
 
     def draft_head(self, tokens: Sequence[int]) -> PrunedHead:
         if self.model.mtp is None:
             raise no_mtp_head(self.info)
+        return self._pruned(tokens)
+
+    def _pruned(self, tokens: Sequence[int], rows: Sequence[HeadRows] = ()) -> PrunedHead:
         self._check_tokens(tokens)
-        return PrunedHead(self, self.ops.head_rows(self._mtp_lm_head, tokens))
+        weights = [self._lm_head_of(module) for module in range(self.info.mtp_layers)]
+        gathered: dict[int, HeadRows] = {}  # modules mostly share one output head
+        for module, weight in enumerate(weights):
+            if id(weight) not in gathered:
+                gathered[id(weight)] = self.ops.head_rows(weight, tokens, rows[module] if rows else None)
+        return PrunedHead(self, [gathered[id(weight)] for weight in weights], self._pruned)
 
     def shared_weights(self) -> SharedWeights:
         return SharedWeights(ops=self.ops, embed_tokens=self.model.embed_tokens, lm_head=self.model.lm_head)
@@ -422,8 +475,10 @@ class CausalLM(ForwardPass):
         knows = state.pairs.knows if state.pairs is not None and state.pairs.length == state.length else _always
         if points is not None:
             reached = max(point for point in points if point <= length and (point == 0 or knows(point)))
-        else:  # one token less if possible: re-running the last kept token yields its hidden state
-            reached = length if knows(length) and not (state.needs.hidden and length) else length - 1
+        elif knows(length) and not (state.needs.hidden and length):
+            reached = length
+        else:  # a token less per MTP module: running them again yields the hidden states that are lost
+            reached = max(0, length - max(1, self.info.mtp_layers if state.pairs is not None else 0))
         for cache in state.caches:
             if not cache.truncate(reached):
                 raise AssertionError("caches disagree about the points they can return to")
@@ -431,6 +486,8 @@ class CausalLM(ForwardPass):
             assert state.mtp is not None
             state.pairs.cut(reached)
             state.mtp.truncate(min(state.mtp.length, state.pairs.fed))
+            if state.later is not None:
+                state.later.cut(state.pairs.fed)
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
@@ -444,6 +501,13 @@ class CausalLM(ForwardPass):
             if state.pairs.last is not None:
                 arrays["last_hidden"] = self.ops.array(state.pairs.last)
             meta["mtp_length"] = state.pairs.fed
+            if state.later is not None:
+                later = state.later
+                later.cut(state.pairs.fed)
+                arrays |= {f"mtp{i}.{name}": a for i, c in enumerate(later.caches) for name, a in c.save().items()}
+                meta |= {f"mtp_token{i}": token for i, token in enumerate(later.tokens)}
+                if later.hidden is not None:
+                    arrays["mtp_hidden"] = self.ops.array(later.hidden)
         return Snapshot(state.length, state.capacity, arrays, meta)
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
@@ -455,16 +519,30 @@ class CausalLM(ForwardPass):
             if not 0 <= fed <= snapshot.length:
                 raise StateError(f"a head's cache of {fed} pairs in a state of {snapshot.length} tokens")
             state.mtp.load(_under(snapshot, "mtp."), fed)
+            state.pairs.fed = fed
             if (last := snapshot.arrays.get("last_hidden")) is not None:
-                like = self.ops.embed(self.model.embed_tokens, [0])
-                if (tuple(last.shape), last.dtype) != (tuple(like.shape), like.dtype):
-                    got, takes = (f"{list(array.shape)} {array.dtype}" for array in (last, like))
-                    raise ShapeError("the last hidden state does not fit", got=got, takes=takes)
-                state.pairs.resume(fed, [], self.ops.hidden(last))
-            else:
-                state.pairs.fed = fed
+                state.pairs.resume(fed, [], self._saved_hidden(last, 1))
+            if state.later is not None:
+                self._restore_later(state.later, snapshot, fed)
         self._mark(state)
         return state
+
+    def _restore_later(self, later: LaterModules, snapshot: Snapshot, fed: int) -> None:
+        tokens = [snapshot.meta[name] for i in range(fed) if (name := f"mtp_token{i}") in snapshot.meta]
+        hidden = None
+        if tokens:
+            self._check_tokens(tokens)
+            hidden = self._saved_hidden(snapshot.arrays["mtp_hidden"], len(tokens))
+        later.restart(fed - len(tokens), tokens, hidden)
+        for i, cache in enumerate(later.caches):
+            cache.load(_under(snapshot, f"mtp{i}."), later.start)
+
+    def _saved_hidden(self, array: Array, rows: int) -> Hidden:
+        like = self.ops.embed(self.model.embed_tokens, [0] * rows)
+        if (tuple(array.shape), array.dtype) != (tuple(like.shape), like.dtype):
+            got, takes = (f"{list(one.shape)} {one.dtype}" for one in (array, like))
+            raise ShapeError("the last hidden state does not fit", got=got, takes=takes)
+        return self.ops.hidden(array)
 
 
 def _always(length: int) -> bool:
@@ -472,21 +550,17 @@ def _always(length: int) -> bool:
 
 
 class PrunedHead(DraftHead):
-    """Rows of the head that MTP passes draft with."""
+    """Rows of the output heads that ``owner`` drafts with, one per MTP module; ``gather`` adds rows to them."""
 
-    def __init__(self, target: CausalLM, rows: HeadRows) -> None:
-        self.target = target
-        self.rows = rows
+    def __init__(self, owner: object, rows: Sequence[HeadRows], gather: Callable[..., PrunedHead]) -> None:
+        self.owner, self.rows, self._gather = owner, rows, gather
 
     @property
     def tokens(self) -> Sequence[int]:
-        return self.rows.tokens
+        return self.rows[0].tokens
 
     def extended(self, tokens: Sequence[int]) -> PrunedHead:
-        if not tokens:
-            return self
-        self.target._check_tokens(tokens)
-        return PrunedHead(self.target, self.target.ops.head_rows(self.target._mtp_lm_head, tokens, self.rows))
+        return self._gather(tokens, self.rows) if tokens else self
 
 
 def _own(state: State) -> SequenceState:

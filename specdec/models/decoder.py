@@ -7,7 +7,7 @@ operation as it is: it cannot be calculated with.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import attrs
 
@@ -114,8 +114,17 @@ class Attention:
     biases: tuple[Array, ...]  # of q, k and v, or ()
 
     @classmethod
-    def of(cls, weights: Weights, hidden: int, shape: AttentionShape, eps: float, *, plus: float = 0.0) -> Attention:
-        """Build from the weights under ``self_attn.``; ``plus`` is added to its norms.
+    def of(
+        cls,
+        weights: Weights,
+        hidden: int,
+        shape: AttentionShape,
+        eps: float,
+        *,
+        plus: float = 0.0,
+        width: int | None = None,
+    ) -> Self:
+        """Build from the weights under ``self_attn.``; ``plus`` is added to its norms, ``width`` is that of x if not H.
 
         Raises: CheckpointError if the query heads are not a multiple of the key heads.
         """
@@ -126,7 +135,7 @@ class Attention:
             )
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
-        q, k, v = (weights.matrix(f"{name}_proj.weight", (size, hidden)) for name, size in sizes.items())
+        q, k, v = (weights.matrix(f"{name}_proj.weight", (size, width or hidden)) for name, size in sizes.items())
         q_norm, k_norm = (
             weights.vector(f"{name}_norm.weight", (dim,), plus=plus) if shape.normed else None for name in "qk"
         )
@@ -308,7 +317,7 @@ class MtpHead:
         m = norm(layer(u));  logits = head m;  a chained step feeds m in place of h
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2 (equations 21 to 24); order and norms as the Qwen3.5
-    checkpoints were trained.
+    checkpoints were trained. ``lm_head`` and ``embed_tokens``: of a module behind the first one, if it has its own.
     """
 
     ops: Ops
@@ -317,6 +326,8 @@ class MtpHead:
     fc: Array
     layer: DecoderLayer
     norm: Norm
+    lm_head: Array | None = None
+    embed_tokens: Array | None = None
 
     def __call__(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
         return self.norm(self.layer(self._pairs(embedded, hidden), cache))

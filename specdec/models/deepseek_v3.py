@@ -14,6 +14,7 @@ from specdec.models.mla import LatentShape
 from specdec.models.moe import MoeShape
 from specdec.models.weights import Weights
 
+MOST_MODULES = 8  # of an MTP head: a pass of all their rows still fits the rows of a verification
 MTP = MtpNames(
     prefix="layers.{layers}.",
     embed_norm="enorm",
@@ -35,7 +36,7 @@ def common(fields: Fields, *, eps: float = 1e-6) -> dict[str, Any]:
         "moe": MoeShape.deepseek(fields),
         "dense_layers": min(fields.whole("first_k_dense_replace", 0, low=0), found["layers"]),
         "max_positions": fields.max_positions(4096),
-        "mtp_layers": fields.mtp_layers("num_nextn_predict_layers"),
+        "mtp_layers": fields.mtp_layers("num_nextn_predict_layers", most=MOST_MODULES),
     }
 
 
@@ -47,7 +48,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def build(config: DecoderConfig, weights: Weights) -> DecoderModel:
-    """Build the model; the MTP head is one more layer, with a few tensors of its own."""
+    """Build the model; each MTP module is one more layer, with a few tensors of its own."""
     return build_decoder(config, weights, mtp=MTP)
 
 

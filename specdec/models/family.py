@@ -122,26 +122,32 @@ def build_decoder(
     )
     if mtp is None or not config.mtp_layers:
         return model
-    head = weights.mtp_head(mtp.prefix.format(layers=config.layers), promised=promised, unusable=unusable)
-    if head is None:
-        return model
-    own_embed, own_head = None, head.optional(f"{mtp.lm_head}.weight", table)
-    if mtp.embed_tokens:
-        own_embed = (head.matrix if mtp.dedicated else head.optional)(f"{mtp.embed_tokens}.weight", table)
-    if own_head is None and mtp.dedicated and config.tied:
-        own_head = own_embed
-    return attrs.evolve(
-        model,
-        mtp=MtpHead(
+
+    def module(head: Weights) -> MtpHead:
+        own_embed, own_head = None, head.optional(f"{mtp.lm_head}.weight", table)
+        if mtp.embed_tokens:
+            own_embed = (head.matrix if mtp.dedicated else head.optional)(f"{mtp.embed_tokens}.weight", table)
+        if own_head is None and mtp.dedicated and config.tied:
+            own_head = own_embed
+        return MtpHead(
             ops=weights.ops,
             embed_norm=norm(head, mtp.embed_norm),
             hidden_norm=norm(head, mtp.hidden_norm),
             fc=head.matrix(f"{mtp.fc}.weight", (hidden, 2 * hidden)),
             layer=layer(head.under(mtp.layer), config.layers),
             norm=norm(head, mtp.norm),
-        ),
-        mtp_lm_head=own_head,
-        mtp_embed_tokens=own_embed,
+            lm_head=own_head,
+            embed_tokens=own_embed,
+        )
+
+    prefixes = [mtp.prefix.format(layers=config.layers + number) for number in range(config.mtp_layers)]
+    heads = [weights.mtp_head(prefix, promised=promised, unusable=unusable) for prefix in prefixes]
+    modules = [module(head) for head in heads if head is not None]
+    if len(modules) < len(heads):
+        return model
+    first, *later = modules
+    return attrs.evolve(
+        model, mtp=first, later_mtp=tuple(later), mtp_lm_head=first.lm_head, mtp_embed_tokens=first.embed_tokens
     )
 
 

@@ -231,13 +231,12 @@ class Fields:
             )
         return keys
 
-    def mtp_layers(self, key: str, default: int = 0) -> int:
-        """The number of MTP layers, 0 or 1. Raises: CheckpointError for more: engines chain them in different ways."""
+    def mtp_layers(self, key: str, default: int = 0, *, most: int = 1) -> int:
+        """The number of MTP modules. Raises: CheckpointError for more than the family defines how to chain."""
         layers = self.whole(key, default, low=0)
-        if layers > 1:
+        if layers > most:
             raise CheckpointError(
-                f"config.json: {key!r} is {layers}, and an MTP head with one layer is computed: engines disagree how "
-                "several are chained",
+                f"config.json: {key!r} is {layers}, and this family has at most {most}",
                 try_=f"a copy with {key} = 0, which loads the model without its head, and another drafter",
             )
         return layers

@@ -105,7 +105,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
         spec,
         family,
         Weights(ops, stored, headless=headless),
-        mtp_reason=headless or ("" if source.head_path is None else f"from {source.head_path}"),
+        mtp_reason=headless or ("" if source.head.path is None else f"from {source.head.path}"),
         mtp_residual=_mtp_residual(asked.mtp_states, source),
         backend=backend.name,
         device=backend.device,
@@ -163,7 +163,7 @@ def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
 
 
 def _mtp_residual(states: str, checkpoint: Checkpoint) -> bool:
-    return checkpoint.head_residual if states == "auto" else states == "residual"
+    return checkpoint.head.residual if states == "auto" else states == "residual"
 
 
 def build_target(
@@ -256,14 +256,14 @@ def with_head(
         counted = attrs.evolve(counted, mtp_layers=1)
     wanted = dry_run(spec, counted)
     try:
-        if not wanted.head_prefix:
+        if not wanted.head_prefixes:
             raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head")
-        if asked is None and any(name.startswith(wanted.head_prefix) for name in formats_of(checkpoint)):
+        if asked is None and any(name.startswith(wanted.head_prefixes) for name in formats_of(checkpoint)):
             raise CheckpointError(f"{path} is not used: the weights hold an MTP head already", try_="target.mtp")
         joined = join_head(
             checkpoint,
             path,
-            wanted.head_prefix,
+            wanted.head_prefixes,
             wanted.tensors,
             hidden_size=family.hidden_size,
             vocab_size=family.vocab_size,
@@ -290,11 +290,11 @@ def checked_head(
     wanted = dry_run(spec, family, StoredWeights(checkpoint))
     found = check_weights(checkpoint, wanted.tensors)
     reason = wanted.headless
-    left = [name for name in found.unused if name.startswith(wanted.head_prefix or "mtp.")]
-    if checkpoint.head_residual and left:
+    left = [name for name in found.unused if name.startswith(wanted.head_prefixes or "mtp.")]
+    if checkpoint.head.residual and left:
         raise CheckpointError(
             f"the tensor {left[0]} is not used by the MTP head of this model",
-            file=checkpoint.head_path,
+            file=checkpoint.head.path,
             also=listed(left[1:]) or None,
         )
     if found.head_errors:
@@ -303,7 +303,7 @@ def checked_head(
         reason = f"the MTP head is not used: {found.head_errors[0].message}"
         wanted = dry_run(spec, family, StoredWeights(checkpoint), headless=reason)
     elif reason and asked:
-        raise CheckpointError(reason, file=checkpoint.head_path, try_="the folder of the original checkpoint")
+        raise CheckpointError(reason, file=checkpoint.head.path, try_="the folder of the original checkpoint")
     reasons = [text for text in (refused, reason) if text]
     wanted = attrs.evolve(wanted, headless="; ".join(reasons) if reason else "")
     return wanted, attrs.evolve(found, notices=[*found.notices, *reasons])
@@ -344,16 +344,14 @@ def _checked(
             cached, reported = cache.find()
             notices += reported
     source = cached or checkpoint
-    source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
-    source.head_residual = checkpoint.head_residual
+    source.head = checkpoint.head
     wanted, found = checked_head(source, spec, family, refused_head, asked=asked.mtp is not None)
     found.raise_for_errors()
     notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
     if cache is None or cached is not None:
         return source, wanted.headless
     source = cache.write(found.notices)
-    source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
-    source.head_residual = checkpoint.head_residual
+    source.head = checkpoint.head
     done = "rounded" if asked.weights in ROUNDED_BITS else "decoded"
     notices.append(f"weights {done} into the cache {cache.path}")
     return source, wanted.headless
@@ -377,7 +375,7 @@ def _fingerprint(checkpoint: Checkpoint, asked: TargetConfig) -> str:
     parts = [fingerprint(checkpoint)]
     if asked.weights in ROUNDED_BITS or (asked.weights == "decoded" and not plain):
         parts.append(asked.weights)
-    if _mtp_residual(asked.mtp_states, checkpoint) != checkpoint.head_residual:
+    if _mtp_residual(asked.mtp_states, checkpoint) != checkpoint.head.residual:
         parts.append(asked.mtp_states)
     return "-".join(parts)
 

@@ -21,7 +21,27 @@ def _named(*words: str) -> Callable[[Any], bool]:
     return lambda value: str(value).lower().replace("_", "") in words
 
 
-# Keys that change what a decoder of this kind computes, and the values that change nothing. Null never does.
+# Keys that any config may carry and that change nothing that a model or a head computes.
+HARMLESS = frozenset(
+    """name_or_path architectures auto_map attn_implementation attention_dropout attn_pdrop aux_loss_alpha
+    begin_suppress_tokens bad_words_ids bos_token_id chunk_size_feed_forward classifier_dropout compression_config
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+    embed_requires_grad encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing has_no_defaults_at_init
+    hidden_dropout id2label image_token_id initializer_range is_llama_config label2id length_penalty mamba_ssm_dtype
+    max_length max_position_embeddings max_sequence_length max_window_layers min_length model_max_length model_type
+    n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads qk_head_dim
+    quantization quantization_config remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate router_aux_loss_coef sep_token_id seq_aux speculators_version summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache video_token_id
+    vision_end_token_id vision_start_token_id""".split()
+)
+# Sizes that some families have no use for: DeepSeek's keys and values are latent, and a model may have experts only.
+_UNUSED_SIZES = ("head_dim", "intermediate_size", "num_key_value_heads")
+# Keys of which 0 or 1 may change the computation too, or other values change nothing. Null never does.
 _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
@@ -40,40 +60,7 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
         ),
         _of(),
     ),
-    **dict.fromkeys(
-        (
-            "embedding_multiplier",
-            "key_multiplier",
-            "lm_head_multiplier",
-            "logit_scale",
-            "logits_scaling",
-            "residual_multiplier",
-            "scale_emb",
-        ),
-        _of(1),
-    ),
-    **dict.fromkeys(
-        (
-            "add_cross_attention",
-            "alibi",
-            "attn_temperature_tuning",
-            "is_encoder_decoder",
-            "lm_head_bias",
-            "mlp_bias",
-            "parallel_attn",
-            "qk_layernorm",
-            "rope_interleave",
-            "rope_interleaved",
-            "scale_embedding",
-            "use_bias",
-            "use_bidirectional_attention",
-            "use_parallel_residual",
-            "use_qk_norm",
-            "use_sliding_window",
-        ),
-        _of(False),
-    ),
-    "attn_output_gate": _of(False),
+    "use_sliding_window": _of(False),
     "causal": _of(True),
     "is_causal": _of(True),
     "hidden_activation": _named("silu", "swish"),
@@ -83,6 +70,11 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "norm_type": _named("rmsnorm", "rms"),
     "position_embedding_type": _named("rope", "rotary"),
 }
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a value switches nothing on: null, false, 0, 1, or nothing at all."""
+    return value is not True and value in (None, False, 0, 1, "", [], {})
 
 
 class ReadKeys(Mapping[str, Any]):
@@ -118,16 +110,21 @@ class ReadKeys(Mapping[str, Any]):
         return key in self._read
 
     def refuse_the_rest(self, family: str, file: Path) -> None:
-        """Raises: CheckpointError for a key that nobody read, and that changes what a model computes."""
-        for key, neutral in _NEUTRAL.items():
-            value = self._config.get(key)
-            if value is None or self.was_read(key) or neutral(value):
+        """Raises: CheckpointError for a key that nobody read, unless it changes nothing that a model computes."""
+        for key in self.unread:
+            value = self._config[key]
+            if (
+                key in HARMLESS
+                or key in _UNUSED_SIZES
+                or key.startswith("_")
+                or _NEUTRAL.get(key, _says_nothing)(value)
+            ):
                 continue
             if key == "sliding_window" and self._config.get("use_sliding_window", key) is False:
                 continue  # "use_sliding_window" says whether the number means anything
             raise CheckpointError(
-                f"config.json: {key!r} = {shown(value)} changes what a model computes, and the family {family!r} does "
-                "not read it",
+                f"config.json: {key!r} = {shown(value)} may change what the model computes, and the family {family!r} "
+                "does not read it",
                 file=file,
                 try_="config.json without the key if the weights were trained without it; else a family that reads it",
             )

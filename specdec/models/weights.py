@@ -131,7 +131,7 @@ class Weights:
 
     def head_converted(self, converted: bool) -> bool:
         """Whether mlx-lm converted the MTP head, in a checkpoint of which it ``converted`` the layers or not."""
-        stored = None if self.stored is None else self.stored.head_converted
+        stored = None if self.stored is None else self.stored.checkpoint.head.converted
         return converted if stored is None else stored
 
     def _leave_out_head(self, reason: str) -> None:
@@ -146,8 +146,8 @@ class Recorder(Weights):
     reasons: list[str] = attrs.field(factory=list)
     heads: list[str] = attrs.field(factory=list)
 
-    def _note(self, name: str, shape: Shape, *, rounds: bool = False) -> None:
-        self.tensors[self.prefix + name] = TensorSpec(shape, self.group, rounds)
+    def _note(self, name: str, shape: Shape, *, rounds: bool = False, plus: float = 0.0) -> None:
+        self.tensors[self.prefix + name] = TensorSpec(shape, self.group, rounds, plus)
         most = _MOST_TENSORS if self.stored is None else 2 * len(self.stored) + _MORE_TENSORS
         if len(self.tensors) > most:
             held = "" if self.stored is None else f", and the files hold {len(self.stored)}"
@@ -160,6 +160,10 @@ class Recorder(Weights):
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
         self._note(name, shape)
+        return torch.empty(shape, device="meta")
+
+    def vector(self, name: str, shape: Shape, *, plus: float = 0.0) -> Array:
+        self._note(name, shape, plus=plus)
         return torch.empty(shape, device="meta")
 
     def host_matrix(self, name: str, shape: Shape, *, exact: bool = False) -> torch.Tensor:
@@ -200,12 +204,12 @@ class DryRun:
     Attributes:
         tensors: canonical name -> spec.
         headless: why the MTP head that the config promises is left out; "" otherwise.
-        head_prefix: of the MTP head's names; "" for a model without one.
+        head_prefixes: what the names of the MTP head's tensors begin with; none for a model without one.
     """
 
     tensors: Mapping[str, TensorSpec]
     headless: str = ""
-    head_prefix: str = ""
+    head_prefixes: tuple[str, ...] = ()
 
 
 def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None, *, headless: str = "") -> DryRun:
@@ -221,4 +225,4 @@ def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None, *
     weights = Recorder(ops, stored, headless=headless)
     with calling(spec, "build"):
         spec.build(config, weights)
-    return DryRun(weights.tensors, "".join(weights.reasons), "".join(weights.heads))
+    return DryRun(weights.tensors, "".join(weights.reasons[:1]), tuple(weights.heads))

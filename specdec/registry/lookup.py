@@ -22,6 +22,7 @@ from specdec.contract import (
     CycleRecord,
     DepthPolicySpec,
     Draft,
+    DrafterSnapshot,
     DrafterSpec,
     DraftNoise,
     ForwardPass,
@@ -444,6 +445,13 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -
                 takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
             )
     return Draft(tokens, probs), fault
+
+
+def checked_snapshot(answer: DrafterSnapshot | None) -> DrafterSnapshot | None:
+    """What ``Drafter.snapshot`` returned. Raises: ContractError for anything but a snapshot or None."""
+    if answer is not None and not isinstance(answer, DrafterSnapshot):
+        raise ContractError(f"snapshot returned {typed(answer)}", takes="a specdec.DrafterSnapshot, or None")
+    return answer
 
 
 def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:

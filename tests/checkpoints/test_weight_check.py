@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
 from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, WeightCheck, check_weights, write_checkpoint
+from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
+from specdec.models.loading import load_target
 from tests import tiny
 
 CONV = "layers.0.linear_attn.conv1d.weight"
 EXPECTED = {
     "embed_tokens.weight": TensorSpec((8, 4)),
     CONV: TensorSpec((6, 1, 3)),
-    "norm.weight": TensorSpec((4,)),
+    "norm.weight": TensorSpec((4,), plus=1.0),
     "mtp.fc.weight": TensorSpec((4, 8), group="mtp"),
-    "mtp.norm.weight": TensorSpec((4,), group="mtp"),
+    "mtp.norm.weight": TensorSpec((4,), group="mtp", plus=1.0),
 }
 PREFIX = "model.language_model."
 
@@ -133,6 +135,21 @@ def test_a_zero_matrix_is_a_notice_and_a_zero_vector_is_nothing(tmp_path: Path) 
     found.raise_for_errors()
     assert found.all_zero == ["mtp.fc.weight"]
     assert found.notices == ["1 tensor is all zero: mtp.fc.weight"]
+
+
+@pytest.mark.parametrize(("family", "norm", "value"), [("qwen3_5", "mtp.norm", -1.0), ("glm4_moe", "enorm", 0.0)])
+def test_a_norm_of_the_mtp_head_whose_scale_is_0_is_a_notice(
+    family: str, norm: str, value: float, tmp_path: Path
+) -> None:
+    """Qwen3.5 stores its norms as an offset from 1, so that all zeros are a scale of 1."""
+    folder = tiny.WRITERS[family](tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(f"{norm}.weight"))
+    for filled, told in ((value, 1), (-1.0 - value, 0)):
+        save_file(tensors | {name: torch.full_like(tensors[name], filled)}, file)
+        notices = load_target(RunConfig(target=TargetConfig(model=str(folder)))).notices
+        assert sum("a scale of 0, so that nothing passes" in notice for notice in notices) == told
 
 
 def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_path: Path) -> None:

@@ -13,27 +13,22 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.config import Choice, RunConfig, TargetConfig
-from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
+from specdec.contract import (
+    NO_NEEDS,
+    CycleRecord,
+    DepthPolicy,
+    DepthPolicySpec,
+    ForwardPass,
+    Needs,
+    PrepareEnv,
+    State,
+    Stats,
+)
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.models.loading import load_target
 from tests import tiny, tiny_families
 from tests.drafters.two_tokenizers import byte_level
 
-SHAPE: dict[str, Any] = {
-    "hidden": 36,
-    "heads": 3,
-    "kv_heads": 1,
-    "head_dim": 12,
-    "rotary_factor": 0.5,
-    "key_heads": 1,
-    "value_heads": 3,
-    "key_dim": 10,
-    "value_dim": 14,
-    "intermediate": 44,
-    "tied": False,
-    "printable": True,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
 LLAMA: dict[str, Any] = {"hidden": 36, "heads": 3, "kv_heads": 1, "intermediate": 44}
 
 
@@ -48,8 +43,8 @@ class Folders:
 
 
 def write_folders(at: pathlib.Path) -> Folders:
-    target = tiny.write_qwen3_5(at / "target", **SHAPE)
-    blurred = tiny.write_qwen3_5(at / "blurred", **SHAPE)
+    target = tiny.write_qwen3_5(at / "target", **tiny.HYBRID)
+    blurred = tiny.write_qwen3_5(at / "blurred", **tiny.HYBRID)
     blur(blurred, 0.05)
     other = tiny_families.write_llama(at / "other", **LLAMA)
     byte_level(("the", "then", "inn", " a"), (tiny.EOS, tiny.IM_END)).core.save(str(other / "tokenizer.json"))
@@ -108,6 +103,34 @@ def composed(base: Any, drafter: dict[str, Any], depths: Sequence[int] = (3,), v
 
 def scripted(depths: Sequence[int]) -> DepthPart:
     return DepthPart(spec=DepthPolicySpec(name="scripted", factory=lambda config: Scripted(depths)))
+
+
+class ListState(State):
+    """A list of tokens."""
+
+    def __init__(self, capacity: int, needs: Needs = NO_NEEDS) -> None:
+        self.needs, self._capacity = needs, capacity
+        self.tokens: list[int] = []
+        self.rows: list[int] = []  # of a pass that is not committed
+
+    length = property(lambda self: len(self.tokens))
+    capacity = property(lambda self: self._capacity)
+
+    def nbytes(self) -> int:
+        return 0
+
+
+def _not_called(*given: Any, **named: Any) -> Any:
+    raise AssertionError("no test calls this")
+
+
+class BareTarget(ForwardPass):
+    """A target of which a test defines what it calls."""
+
+    prefill = decode = commit = rewind = snapshot = restore = _not_called
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> ListState:
+        return ListState(capacity, needs)
 
 
 def load_base(folders: Folders) -> Any:

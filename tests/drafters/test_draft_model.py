@@ -14,17 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.contract import (
-    NO_NEEDS,
-    DrafterEnv,
-    ForwardOutput,
-    ForwardPass,
-    Needs,
-    PrepareEnv,
-    Sampling,
-    Snapshot,
-    State,
-)
+from specdec.contract import DrafterEnv, ForwardOutput, PrepareEnv, Sampling
 from specdec.drafters import draft_model
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig
 from specdec.drafters.logits import last_row
@@ -37,7 +27,7 @@ from specdec.text import Tokenizer
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.decoding.test_sessions import Told, operations
-from tests.drafters.composed import LLAMA, composed, scripted
+from tests.drafters.composed import LLAMA, BareTarget, composed, scripted
 from tests.drafters.two_tokenizers import byte_level, sentence_piece
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
@@ -141,7 +131,7 @@ def test_no_token_is_read_twice_and_none_is_left_out(made):
     assert late.accepted == late.offered == [1, 1, 1, 1]
 
 
-class Recitation(ForwardPass):
+class Recitation(BareTarget):
     """Says one text for ever, in its own tokens, from wherever the tokens so far end; after anything else token 0."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
@@ -160,9 +150,6 @@ class Recitation(ForwardPass):
             return self.tokenizer.encode(rest[1:], add_special=False)[0]
         return self.tokenizer.core.token_to_id(rest[0]) or 0  # whatever is encoded gets a space before it
 
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
-        return _Said(capacity)
-
     def prefill(self, state: Any, tokens: Any) -> ForwardOutput:
         state.tokens += tokens
         return ForwardOutput(rows=len(tokens))
@@ -180,30 +167,6 @@ class Recitation(ForwardPass):
     def rewind(self, state: Any, length: int) -> int:
         del state.tokens[length:]
         return length
-
-    def snapshot(self, state: State) -> Snapshot:
-        raise NotImplementedError
-
-    def restore(self, snapshot: Snapshot) -> State:
-        raise NotImplementedError
-
-
-class _Said(State):
-    def __init__(self, capacity: int) -> None:
-        self.tokens: list[int] = []
-        self.rows: list[int] = []
-        self._capacity = capacity
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    def nbytes(self) -> int:
-        return 0
 
 
 @pytest.mark.parametrize("draft_tokenizer", ["bytes", "pieces"])

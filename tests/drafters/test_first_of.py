@@ -35,6 +35,7 @@ from specdec.testing import DrafterSubject, TableModel
 from specdec.testing.engine_run import run_engine
 from specdec.testing.scripted_session import ScriptedSession
 from specdec.verifiers.strict import StrictVerifier
+from tests.drafters import composed
 
 SPEC = specdec_drafters()[0]
 
@@ -183,6 +184,22 @@ def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
     told = played.drafter.report()["drafters"]
     assert "propose" in told["noted"]["failed"]
     assert "failed" not in told["noted#2"]
+
+
+def test_a_member_whose_snapshot_is_none_is_left_out_alone(monkeypatch):
+    made.clear()
+    played = ScriptedSession.start(subject(Choice("noted", {"number": 0}), Choice("noted", {"number": 1})))
+    monkeypatch.setattr(made[0], "snapshot", lambda context: [1])
+    assert list(played.drafter.snapshot(played.context()).meta) == ["noted#2/number", "noted#2/name", "noted#2"]
+    assert "snapshot returned" in played.drafter.report()["drafters"]["noted"]["failed"]
+
+
+def test_a_session_is_saved_without_a_snapshot_of_a_wrong_type(base, tmp_path, monkeypatch):
+    session = attrs.evolve(base, drafter=composed.composed(base, {"name": "ngram"}).drafter).session()
+    session.feed([1, 2, 3])
+    monkeypatch.setattr(session.sequence.drafter, "snapshot", lambda context: [1])
+    session.save(tmp_path / "a.session")
+    assert "snapshot returned" in session.sequence.failure
 
 
 def test_a_look_up_with_a_long_match_goes_before_a_head():

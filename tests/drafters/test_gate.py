@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import sampling
-from specdec.contract import Context, Draft, DrafterEnv, DraftNoise, Needs, Sampling
-from specdec.drafters.gate import DraftGate
+from specdec.contract import Choosing, Context, Draft, DrafterEnv, DraftNoise, Needs, Sampling
+from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
 from specdec.testing import TableModel
@@ -59,6 +59,23 @@ def test_margin_is_the_gap_of_the_two_best_logits(row: list[float], threshold: f
     gate = DraftGate(min_margin=threshold)
     assert gate.stops(TableLogits(values[None]), Context([1])) == (gap < threshold)
     assert gate.report() == {"gate_steps": 1, "gate_stops": int(gap < threshold)}
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_rows_that_need_no_draft_are_chosen_in_one_call(penalty: float) -> None:
+    """Where the backend decides them; a row that it leaves open, and rows under a penalty, are drawn one by one."""
+    values = np.random.default_rng(0).standard_normal((3, 9)).astype(np.float32)
+    context = Context([1, 2], Sampling(temperature=1.0, seed=3, repetition_penalty=penalty))
+
+    class Chosen(TableLogits):
+        def choose(self, choosing: Choosing) -> list[int | None]:
+            return [7, 7, None]
+
+    singly, at_once = (Drawing(DraftGate(), context, reduced=False) for _ in range(2))
+    for row in range(3):
+        singly.next(TableLogits(values[row : row + 1]))
+    at_once.rows(Chosen(values))
+    assert at_once.tokens == (singly.tokens if penalty > 1 else [7, 7, singly.tokens[2]])
 
 
 def test_an_independent_law_has_its_filters_and_its_history() -> None:

@@ -206,6 +206,11 @@ def test_drafts_whatever_happened_before(
 ) -> None:
     """Any story of cycles, plain decoding, further prompts, rewinds and saves; then a draft of 3."""
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
+    check(told(target, prompt, chunk, plan), oracle(shape), 3)
+
+
+def told(target: Any, prompt: list[int], chunk: int, plan: list[tuple[str, Any]]) -> Run:
+    """A sequence after this story."""
     run = Run(target)
     run.prefill(prompt, [chunk] * len(prompt))
     for what, with_ in plan:
@@ -222,7 +227,7 @@ def test_drafts_whatever_happened_before(
             run.rewind(max(1, len(run.tokens) - with_))
         else:
             run.save_and_load()
-    check(run, oracle(shape), 3)
+    return run
 
 
 def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any]) -> None:

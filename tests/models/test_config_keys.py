@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +36,10 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "is_causal": (False,),
     "query_pre_attn_scalar": (256,),
     "hidden_activation": ("gelu_pytorch_tanh",),
+    "num_kv_shared_layers": (18, True),
+    "hidden_size_per_layer_input": (256,),
+    "mup_width_multiplier": (8.0,),
+    "a_key_of_next_year": ("x", [0], {"a": 1}),
 }
 NEUTRAL: dict[str, Any] = {
     "logit_scale": 1.0,
@@ -43,6 +48,9 @@ NEUTRAL: dict[str, Any] = {
     "is_causal": True,
     "norm_type": "RMSNorm",
     "no_rope_layers": [1, 1],
+    "num_kv_shared_layers": 0,
+    "mup_width_multiplier": 1.0,
+    "a_key_of_next_year": [],
 }
 
 
@@ -62,6 +70,14 @@ def test_a_value_that_changes_nothing_is_taken(name: str, empty: set[str], neutr
         key: None for key in empty - neutral if key not in ("use_sliding_window", "mlp_bias")
     }
     assert parsed(name, changes) == parsed(name, {})
+
+
+def test_defaults_that_transformers_writes_are_taken() -> None:
+    transformers = pytest.importorskip("transformers")
+    for family in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "Llama", "Qwen2", "Qwen3", "Glm4Moe", "DeepseekV3"):
+        config = getattr(transformers, f"{family}Config")(**({"head_dim": 128} if family == "Glm4Moe" else {}))
+        for written in (config.to_dict(), json.loads(config.to_json_string(use_diff=False))):
+            family_of(text_config(written), FOLDER)
 
 
 def test_the_message_has_the_key_its_value_and_the_family() -> None:

@@ -16,6 +16,8 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
@@ -23,7 +25,7 @@ from specdec.contract import Needs
 from specdec.models.decoder import Attention
 from tests import tiny
 from tests.comparisons import record
-from tests.drafters.test_mtp_drafts import Run, check, prompt_of
+from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
 from tests.tiny_families import FAMILIES, SHAPES
 
@@ -92,7 +94,8 @@ class ExtraLayerOracle:
                 for name in tensors.keys():
                     self.w[name.removeprefix("model.")] = tensors.get_tensor(name).double().numpy()
         self.head = self.w["embed_tokens.weight" if self.c["tie_word_embeddings"] else "lm_head.weight"]
-        self.extra = f"layers.{self.c['num_hidden_layers']}."
+        last, modules = self.c["num_hidden_layers"], self.c["num_nextn_predict_layers"]
+        self.modules = [f"layers.{last + number}." for number in range(modules)]
 
     def _rms(self, x: Float64, name: str) -> Float64:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * self.w[name]
@@ -208,21 +211,23 @@ class ExtraLayerOracle:
 
     def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[Float64]]:
         """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
-        at, w = self.extra, self.w
-        hidden, paired = list(self.hidden(tokens[:-1])), list(tokens[1:])
-        table = w.get(at + "embed_tokens.weight", w["embed_tokens.weight"])
-        head = w.get(at + "shared_head.head.weight", self.head)
-        drafted, logits = [], []
-        for _ in range(depth):
+        w, known, logits = self.w, list(tokens), []
+        hidden, out, paired = self.hidden(tokens[:-1]), np.empty(0), list[int]()
+        for step in range(depth):
+            at = self.modules[min(step, len(self.modules) - 1)]
+            if step < len(self.modules):  # for every position, over the module before
+                hidden, paired = out if step else hidden, known[step + 1 : step + len(tokens)]
+            else:
+                hidden, paired = np.concatenate([hidden, out[-1:]]), [*paired, known[-1]]
+            table = w.get(at + "embed_tokens.weight", w["embed_tokens.weight"])
+            head = w.get(at + "shared_head.head.weight", self.head)
             e = self._rms(table[paired], at + "enorm.weight")
-            h = self._rms(np.array(hidden), at + "hnorm.weight")
+            h = self._rms(hidden, at + "hnorm.weight")
             x = self._layer(np.concatenate([e, h], -1) @ w[at + "eh_proj.weight"].T, at)
             out = self._rms(x, at + "shared_head.norm.weight")
             logits.append(out[-1] @ head.T)
-            drafted.append(int(logits[-1].argmax()))
-            hidden.append(out[-1])
-            paired.append(drafted[-1])
-        return drafted, logits
+            known.append(int(logits[-1].argmax()))
+        return known[len(tokens) :], logits
 
 
 ORACLES: dict[str, Any] = {
@@ -256,10 +261,28 @@ def test_drafts_equal_the_oracle(
     for length in (1, 2, 19, 40):
         run = Run(target, capacity=64)
         run.prefill(prompt_of(length), sizes=[7])
-        worst = max(worst, check(run, oracle, 3))
+        worst = max(worst, check(run, oracle, 4))
         run.verify([5, 6, 7], length % 3, 11)
         worst = max(worst, check(run, oracle, 2))
     record(record_property, family, "MTP drafts", "a float64 oracle in numpy", name, worst)
+
+
+@pytest.mark.parametrize(("family", "name"), [("glm4_moe", "no-bias-groups"), ("deepseek_v3", "all-sparse-mixed")])
+@given(prompt=st.lists(token_ids, min_size=1, max_size=20), chunk=st.integers(1, 20), plan=st.lists(steps, max_size=7))
+def test_chained_modules_draft_as_the_oracle_whatever_happened_before(
+    family: str,
+    name: str,
+    kernels: str,
+    make_target: Callable[..., Any],
+    checkpoint: Callable[..., pathlib.Path],
+    prompt: list[int],
+    chunk: int,
+    plan: list[tuple[str, Any]],
+) -> None:
+    oracle = ORACLES[family](checkpoint(family, dtype="float32", **SHAPES[family][name]))
+    run = told(make_target(family, kernels=kernels, **SHAPES[family][name]), prompt, chunk, plan)
+    assert run.target.info.mtp_layers == len(oracle.modules) > 1
+    check(run, oracle, 5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,11 +12,13 @@ import math
 import pathlib
 import re
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec.checkpoints import TensorSpec, text_config
+from specdec.checkpoints.reader import HeadSource
 from specdec.errors import CheckpointError
 from specdec.models.weights import dry_run
 from specdec.registry import registry
@@ -117,7 +119,7 @@ class Named(dict[str, tuple[int, ...]]):
     """Weights of which only names are known."""
 
     shape = dict.__getitem__
-    head_converted = None
+    checkpoint = SimpleNamespace(head=HeadSource())
 
 
 @functools.cache
@@ -195,7 +197,7 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func"),
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method"),
         ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
-        ("DeepSeek-V3", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        ("DeepSeek-V3", {"num_nextn_predict_layers": 9}, "num_nextn_predict_layers"),
         ("DeepSeek-V3", {"n_group": 7}, "n_group"),
         ("DeepSeek-V3", {"topk_group": 9}, "topk_group"),
         ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),

@@ -12,7 +12,7 @@ from specdec.errors import CheckpointError
 FLOATS = ("BF16", "F16", "F32", "F64")
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks of matrices, stored without ".weight"
 
-# Role -> suffixes of a sibling, after "X." for modules and after "X_" for stacks that are parameters themselves.
+# Role -> what a sibling's name has after "X.".
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "scale": ("weight_scale_inv", "weight_scale", "scale"),
     "scale_2": ("weight_scale_2",),
@@ -24,14 +24,12 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
     "mlx_bias": ("biases",),
     "mlx_global_scale": ("global_scale",),
 }
-_BARE_ROLES: Mapping[str, tuple[str, ...]] = {
-    "scale": ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", "_scales"),
-    "scale_2": ("_scale_2", "_weight_scale_2"),
-    "global_scale": ("_global_scale", "_weight_global_scale"),
-    "shape": ("_shape", "_weight_shape"),
-    "zero_point": ("_zero_point", "_weight_zero_point"),
-    "g_idx": ("_g_idx", "_weight_g_idx"),
+# The same after "X" for stacks that are parameters themselves: with or without "weight_".
+_BARE_ROLES = {
+    role: [f"_{part}" for word in words if word.startswith("weight_") for part in (word.removeprefix("weight_"), word)]
+    for role, words in _ROLES.items()
 }
+_BARE_ROLES["scale"].append("_scales")
 _BARE_CODES = ("_packed", "_weight_packed", "_blocks")
 # Scales of activations and of the KV cache, which decoded weights do not use.
 _ACTIVATION_SCALES = frozenset(

@@ -1,18 +1,30 @@
-"""Describe a head: what ``specdec info HEAD`` shows of its layout, its switches and the rules that were taken."""
+"""Describe a head: what computes it, and what ``specdec info HEAD`` shows of its layout, switches and rules."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from specdec.checkpoints import check_weights
-from specdec.drafters.heads.files import HeadFiles
-from specdec.drafters.heads.layout import read_layout
+from specdec.drafters.heads.dflash import BlockNetwork
+from specdec.drafters.heads.eagle import EagleNetwork
+from specdec.drafters.heads.files import DSPARK, EAGLE, P_EAGLE, HeadFiles
+from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.network import expected_tensors
-from specdec.drafters.heads.networks import builder
+from specdec.drafters.heads.refiner import Marginals, MarkovRefiner, Refiner
+from specdec.models.weights import Weights
+
+
+def builder(layout: Layout, chosen: type[Refiner] | None = None) -> Callable[[Weights, Layout], Any]:
+    """What builds a head's network from its weights, and a block head's refiner: ``chosen``, or that of its kind."""
+    kind = chosen or (MarkovRefiner if layout.kind == DSPARK else Marginals)
+    if layout.kind in (EAGLE, P_EAGLE):
+        return lambda weights, layout: (EagleNetwork.of(weights, layout), None)
+    return lambda weights, layout: (BlockNetwork.of(weights, layout), kind.of(weights, layout))
 
 
 @attrs.frozen(kw_only=True)

@@ -49,11 +49,8 @@ class BlockLayer:
 
     def extend(self, features: Array, cache: Any) -> None:
         """Append the keys and values of context features ``[T, H_d]``; they are committed."""
-        mixer, g, rows = self.mixer, self.mixer.geometry, features.shape[0]
-        k, v = mixer.ops.project(features, mixer.projections[1:], mixer.biases[1:])
-        k = mixer.ops.norm_rope(k.reshape(rows, g.kv_heads, g.head_dim), mixer.norms[1], g.eps, g.rope, cache.length)
-        mixer.ops.append(k, v.reshape(rows, g.kv_heads, g.head_dim), cache)
-        cache.commit(rows)
+        self.mixer.fill(features, cache)
+        cache.commit(features.shape[0])
 
 
 @attrs.frozen(kw_only=True)
@@ -79,7 +76,7 @@ class BlockNetwork:
             layers.append(
                 BlockLayer(
                     input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
-                    mixer=HeadAttention.of(layer, g, g.hidden, normed=True),
+                    mixer=HeadAttention.trained(layer, g, g.hidden, normed=True),
                     post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
                     mlp=mlp(layer, g),
                     window=g.windows[number],

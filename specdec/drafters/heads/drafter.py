@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from specdec.backends.ops import Array, Cache
+from specdec.backends.ops import Array, Cache, HeadRows
 from specdec.backends.passes import Passes
 from specdec.config import between, one_of
 from specdec.contract import (
@@ -38,11 +38,12 @@ from specdec.contract import (
 from specdec.drafters.follower import foreign
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import RowsHead, Surroundings
+from specdec.drafters.heads.network import Surroundings
 from specdec.drafters.heads.refiner import Block, Marginals, Refiner
-from specdec.drafters.logits import MappedLogits, Row
+from specdec.drafters.logits import MappedLogits
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, PromptError
+from specdec.models.causal_lm import PrunedHead
 from specdec.text import common_prefix
 
 FEED_ROWS = 512  # pairs per pass of the head; bounds the memory of a long prompt
@@ -77,9 +78,9 @@ class PreparedHead:
     refiner: Refiner | None = None  # of a block head
 
     def logits(self, rows: Array, choice: Any = None) -> Logits:
-        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids. ``choice``: a ``RowsHead``."""
+        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids. ``choice``: a ``PrunedHead``."""
         if choice is not None:
-            return self.around.ops.pruned_head(rows, choice.rows)
+            return self.around.ops.pruned_head(rows, choice.rows[0])
         return self.mapped(self.around.ops.head(rows, self.around.lm_head))
 
     def mapped(self, logits: Logits) -> Logits:
@@ -104,7 +105,13 @@ def prepared_vocabulary(config: HeadConfig, layout: Layout, around: Surroundings
             f"drafter.vocabulary is given, and the head has a vocabulary of its own ({layout.draft_vocab} tokens)",
             try_="the setting left out",
         )
-    return config.prepare(env, lambda tokens: RowsHead.of(around.ops, around.lm_head, around.vocab_size, tokens))
+
+    def pruned(tokens: Sequence[int], rows: Sequence[HeadRows] = ()) -> PrunedHead:
+        if min(tokens) < 0 or max(tokens) >= around.vocab_size:
+            raise PromptError(f"a token id is outside the vocabulary (0 to {around.vocab_size - 1})")
+        return PrunedHead(around, [around.ops.head_rows(around.lm_head, tokens, *rows)], pruned)
+
+    return config.prepare(env, pruned)
 
 
 class HeadDrafter(Drafter):
@@ -231,15 +238,6 @@ class HeadDrafter(Drafter):
     def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
         """Draw at most ``depth`` >= 1 tokens; at least one pair waits."""
 
-    def _of_rows(self, drawing: Drawing, logits: Logits) -> None:
-        """Draw a token from each row: they depend on no drafted token."""
-        if drawing.greedy:
-            drawing.tokens += logits.argmax()
-            return
-        for row in range(len(logits)):
-            if drawing.next(Row(logits, row)) is None:
-                return
-
     # --- going back --------------------------------------------------------------------------------------------------
 
     def rewind(self, length: int) -> None:
@@ -335,7 +333,7 @@ class ParallelDrafter(HeadDrafter):
         tokens, hidden = self._pairs.take(context[-1])
         rows = hidden.join([self._head.masked] * (depth - 1)) if depth > 1 else hidden
         x = self._run_true(tokens, ops.array(rows), depth - 1)
-        self._of_rows(drawing, self._head.logits(network.logit_norm(x[-depth:]), choice))
+        drawing.rows(self._head.logits(network.logit_norm(x[-depth:]), choice))
 
 
 class BlockDrafter(HeadDrafter):
@@ -365,7 +363,7 @@ class BlockDrafter(HeadDrafter):
         first = 0 if layout.from_anchor else 1
         rows = rows[first : first + depth]
         if choice is not None or isinstance(head.refiner, Marginals):  # no refiner knows a pruned vocabulary
-            self._of_rows(drawing, head.logits(rows, choice))
+            drawing.rows(head.logits(rows, choice))
             return
         assert head.refiner is not None
         hidden = around.ops.to_host(rows).float().numpy()

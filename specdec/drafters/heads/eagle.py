@@ -27,7 +27,7 @@ import attrs
 from specdec.backends.ops import Array, Cache, Ops
 from specdec.drafters.heads.files import P_EAGLE
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import HeadAttention, layer_weights, mlp, norm
+from specdec.drafters.heads.network import HeadAttention, mlp, norm
 from specdec.models.decoder import GatedMlp, RmsNorm
 from specdec.models.weights import Weights
 
@@ -100,13 +100,13 @@ class EagleNetwork:
                 norms = [norm(weights, name, layout.target_hidden, g.eps) for name in names]
         layers = []
         for number in range(g.layers):
-            layer, first = layer_weights(weights, number), number == 0
+            layer, first = weights.under(f"layers.{number}."), number == 0
             layers.append(
                 EagleLayer(
                     ops=ops,
                     input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
                     hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if first else None,
-                    mixer=HeadAttention.of(layer, g, 2 * g.hidden if first else g.hidden),
+                    mixer=HeadAttention.trained(layer, g, 2 * g.hidden if first else g.hidden),
                     window=g.windows[number],
                     slides=layout.kind == P_EAGLE,
                     post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specdec.checkpoints import Checkpoint, canonical_name, locate
+from specdec.checkpoints import Checkpoint, canonical_names, locate
 from specdec.checkpoints.locate import entries, listed
 from specdec.errors import CheckpointError, nearest, shown
-from specdec.models.read_keys import ReadKeys
+from specdec.models.read_keys import HARMLESS, ReadKeys
 
 DEMO = "demo"
 EAGLE, P_EAGLE, DFLASH, DSPARK, MTP = "eagle3", "p_eagle", "dflash", "dspark", "mtp"
@@ -65,20 +65,8 @@ _REFUSED_NAMES = {
 }
 _MEDUSA = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
 
+_MASK_ROW = "mask_embedding.pt"
 _TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-# Keys that every config may carry and that change nothing a head computes.
-_HARMLESS = frozenset(
-    """_name_or_path name_or_path architectures auto_map attn_implementation _attn_implementation attention_dropout
-    begin_suppress_tokens bad_words_ids bos_token_id chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embed_requires_grad
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id has_no_defaults_at_init id2label initializer_range label2id length_penalty max_length
-    max_position_embeddings max_window_layers min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-    speculators_version suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache""".split()
-)
 # Switches of which only these values are supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -101,7 +89,8 @@ class HeadFiles:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.names = {canonical_name(name).replace("midlayer.", "layers.0."): name for name in checkpoint.names}
+        names = canonical_names(checkpoint.names)
+        self.names = names | {name: name for name in names.ignored}  # no head has a vision tower
         self.config = ReadKeys(checkpoint.config)
         self._tables: dict[str, ReadKeys] = {"": self.config}
 
@@ -121,6 +110,12 @@ class HeadFiles:
                 f"{folder} has its weights in the pickle {pickles[0]}, which is never opened",
                 try_='a converted copy: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous()'
                 f" for k, v in torch.load('{pickles[0]}', weights_only=True).items()}}, 'model.safetensors')\"",
+            )
+        if _MASK_ROW in files:
+            raise CheckpointError(
+                f"{folder} has {_MASK_ROW} beside the weights, a trained embedding of the mask token, which is not "
+                "supported; a pickle is never opened",
+                try_=f"a copy without {_MASK_ROW}, if the head was trained with the target's embedding of that token",
             )
         return cls(Checkpoint.open(folder))
 
@@ -217,7 +212,7 @@ class HeadFiles:
                         f"config.json: {path}{key} = {shown(table[key])} is not supported; "
                         f"{shown(_SUPPORTED[key][0])} is"
                     )
-                if key not in _HARMLESS and key not in _SUPPORTED:
+                if key not in HARMLESS and key not in _SUPPORTED and not key.startswith("_"):
                     raise CheckpointError(
                         f"config.json: unknown key {path}{key}; it may change the head's output",
                         value=shown(table[key]),

@@ -27,6 +27,7 @@ from specdec.drafters.heads.files import (
     kind_of,
 )
 from specdec.errors import CheckpointError, UnsupportedError, shown
+from specdec.models.decoder import AttentionShape
 from specdec.models.fields import MOST_LAYERS, Fields
 from specdec.models.read_keys import ReadKeys
 
@@ -50,14 +51,14 @@ class Geometry:
 
     hidden: int  # H_d
     intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: AttentionShape  # without biases and norms: those are as the tensors say
     eps: float
-    rope: Rope
-    scale: float  # of attention scores
-    layers: int
     windows: tuple[int | None, ...]  # of each layer; None: full attention
+
+    @property
+    def layers(self) -> int:
+        """Their number."""
+        return len(self.windows)
 
 
 @attrs.frozen(kw_only=True)
@@ -136,6 +137,15 @@ class Layout:
             raise UnsupportedError(
                 f"a head reads the target's hidden states, and {info.family} gives them to no drafter"
             )
+        self.check_mask(info.vocab_size)
+        width = self.target_hidden * (0 if self.states is None else self.states.count)
+        if self.states is not None and self.target_hidden != info.hidden_size and width % info.hidden_size == 0:
+            raise UnsupportedError(
+                f"fc.weight reads {width} values: {width // info.hidden_size} states of this target's hidden size "
+                f"{info.hidden_size}, or {self.states.count}, which config.json names, of {self.target_hidden}",
+                trained_for=self.target or None,
+                try_=f"{SAME_HEAD}, for this target",
+            )
         for what, ours, theirs in (
             ("hidden size", self.target_hidden, info.hidden_size),
             ("vocabulary", self.target_vocab, info.vocab_size),
@@ -148,6 +158,14 @@ class Layout:
                     try_="a head of this target, or the target that it was trained for",
                 )
         self.needs(info)
+
+    def check_mask(self, vocab: int | None) -> None:
+        """Refuse a mask token that a vocabulary of this size lacks. Raises: CheckpointError."""
+        if vocab is not None and self.mask_token is not None and not 0 <= self.mask_token < vocab:
+            raise CheckpointError(
+                f"config.json: the mask token {self.mask_token} is outside the target's vocabulary (0 to {vocab - 1})",
+                try_=SAME_HEAD,
+            )
 
 
 def read_layout(files: HeadFiles, **overrides: str) -> Layout:
@@ -163,6 +181,7 @@ def read_layout(files: HeadFiles, **overrides: str) -> Layout:
         kind = kind_of(files)
         reader = {EAGLE: _eagle, P_EAGLE: _eagle, DFLASH: _dflash, DSPARK: _dflash}[kind]
         layout = reader(files, kind, overrides)
+        layout.check_mask(layout.target_vocab)
         files.refuse_unread_keys()
     except CheckpointError as error:
         error.facts.setdefault("file", str(files.checkpoint.path / "config.json"))
@@ -178,6 +197,8 @@ def _speculators(files: HeadFiles) -> tuple[bool, ReadKeys, dict[str, Any]]:
     if files.config.get("speculators_model_type") is None:
         return False, files.config, {}
     layer = files.config.get(LAYER_TABLE)
+    if layer is None:
+        raise CheckpointError(f"config.json lacks {LAYER_TABLE!r}: the sizes of the head's layers")
     model_type = layer.get("model_type", "qwen3") if isinstance(layer, Mapping) else "qwen3"
     if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
         raise CheckpointError(
@@ -207,7 +228,7 @@ def _agree(key: str, stated: Any, actual: Any, tensors: str = "the tensors say")
         raise CheckpointError(f"config.json: {key!r} is {shown(stated)}, {tensors} {shown(actual)}", try_=SAME_HEAD)
 
 
-def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: int) -> Geometry:
+def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: int, ours: bool) -> Geometry:
     """The sizes of the layers: what tensors show is taken from them, and the config must not contradict.
 
     ``theta``: the default base of the rotary embedding; None if the config must say it. ``width``: how many times H_d
@@ -228,10 +249,6 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
             f"{width} x {hidden} values take {list(expected)}",
             try_=SAME_HEAD,
         )
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: 'num_attention_heads' ({heads}) is not a multiple of 'num_key_value_heads' ({kv_heads})"
-        )
     if theta is None:
         inner = table.get("rope_parameters") or table.get("rope_scaling") or {}
         if table.get("rope_theta") is None and (not isinstance(inner, Mapping) or inner.get("rope_theta") is None):
@@ -239,7 +256,12 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
                 "config.json lacks 'rope_theta', and the engines that serve such heads take different defaults",
                 try_="the theta that the head was trained with",
             )
-    rope, factor = fields.rope(head_dim, 1e4 if theta is None else theta, share=1.0)
+    base = 1e4 if theta is None else theta
+    if ours and fields.rope_kind() == "default":  # speculators' Llama and Qwen3 layers rotate the whole head then
+        fields.partial_rotary_factor(1.0)
+        rope, factor = Rope.of(fields.rope_theta(base), head_dim), 1.0
+    else:
+        rope, factor = fields.rope(head_dim, base, share=1.0)
     bias = table.get("attention_bias", False)
     for tensor, needed in (("q_proj.bias", True), ("o_proj.bias", False)):
         name = f"layers.0.self_attn.{tensor}"
@@ -252,13 +274,10 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
     return Geometry(
         hidden=hidden,
         intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        attention=AttentionShape(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, scale=head_dim**-0.5 * factor**2
+        ),
         eps=fields.real("rms_norm_eps", 1e-6),
-        rope=rope,
-        scale=head_dim**-0.5 * factor**2,
-        layers=layers,
         windows=_windows(table, fields, layers),
     )
 
@@ -332,9 +351,17 @@ def _map(files: HeadFiles, draft: int, target: int | None) -> tuple[tuple[int, .
         )
     if len(torch.unique(ids)) != draft:
         raise CheckpointError("the tensor d2t maps two draft tokens to one token of the target")
+    ordered, order = torch.sort(ids)
+    if "t2d" in files:
+        flags = files.checkpoint.load(files.names["t2d"])
+        if flags.dim() != 1 or not torch.equal(torch.nonzero(flags).flatten(), ordered):
+            raise CheckpointError(
+                "the tensors d2t and t2d name different tokens of the target",
+                reason="d2t holds offsets: draft token i is token i + d2t[i] of the target",
+                try_="the file as its trainer saved it",
+            )
     if target == draft and bool((offsets == 0).all()):
         return (), None
-    ordered, order = torch.sort(ids)
     return tuple(order.tolist()), tuple(ordered.tolist())
 
 
@@ -385,7 +412,7 @@ _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
     ours, table, trained = _speculators(files)
     files.table("eagle_config")
-    geometry = _geometry(files, table, theta=1e4, width=2)
+    geometry = _geometry(files, table, theta=1e4, width=2, ours=ours)
     if geometry.layers > 1 and not ours:
         raise CheckpointError(
             f"the head has {geometry.layers} layers, and outside speculators' layout engines disagree about the norms "
@@ -455,7 +482,7 @@ _OF_DFLASH2 = ("output_multiplier", "final_logit_softcapping", "input_embedding_
 def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
     ours, table, trained = _speculators(files)
     files.table("dflash_config")
-    geometry = _geometry(files, table, theta=1e4 if ours else None, width=1)
+    geometry = _geometry(files, table, theta=1e4 if ours else None, width=1, ours=ours)
     _count_layers(table, geometry.layers, strict=True)
     ids_key = "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
     ids, path = _ids(files, ids_key)

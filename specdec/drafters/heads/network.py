@@ -11,94 +11,46 @@ import numpy as np
 import torch
 
 from specdec.backends.choice import make_backend
-from specdec.backends.ops import Array, HeadRows, KVCache, Ops
+from specdec.backends.ops import Array, KVCache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
+from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Geometry, Layout
-from specdec.errors import PromptError
-from specdec.models.decoder import GatedMlp, RmsNorm
+from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
 
 
-class RowsHead(DraftHead):
-    """An output head cut to some of its rows (``specdec vocab``)."""
-
-    def __init__(self, ops: Ops, weight: Array, vocab_size: int, rows: HeadRows) -> None:
-        self._ops, self._weight, self._vocab_size, self.rows = ops, weight, vocab_size, rows
-
-    @classmethod
-    def of(cls, ops: Ops, weight: Array, vocab_size: int, tokens: Sequence[int]) -> RowsHead:
-        return cls(ops, weight, vocab_size, ops.head_rows(weight, tokens))
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self.rows.tokens
-
-    def extended(self, tokens: Sequence[int]) -> RowsHead:
-        if not tokens:
-            return self
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            raise PromptError(f"a token id is outside the vocabulary (0 to {self._vocab_size - 1})")
-        rows = self._ops.head_rows(self._weight, tokens, self.rows)
-        return RowsHead(self._ops, self._weight, self._vocab_size, rows)
-
-
 @attrs.frozen(kw_only=True)
-class HeadAttention:
-    """Attention of a head's layer: q, k and v from ``[T, I]``, the result ``[T, H_d]`` added to a residual.
+class HeadAttention(Attention):
+    """Attention of a head's layer: biases and q/k norms as the head was trained, and windows."""
 
-    Biases and q/k norms are as the head was trained.
-    """
-
-    ops: Ops
-    geometry: Geometry
-    projections: tuple[Array, Array, Array]
-    o_proj: Array
-    biases: tuple[Array, ...] = ()  # of q, k and v
     o_bias: Array | None = None
-    norms: tuple[Array | None, Array | None] = (None, None)  # of q and k
 
     @classmethod
-    def of(cls, weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> HeadAttention:
-        """Build from the weights under ``self_attn.``; ``width`` is I, ``normed`` says that q/k norms must be there."""
-        g, weights = geometry, weights.under("self_attn.")
-        mixed, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
-        sizes = {"q": mixed, "k": kv, "v": kv}
-        biased = "q_proj.bias" in weights
-        return cls(
-            ops=weights.ops,
-            geometry=g,
-            projections=tuple(weights.matrix(f"{n}_proj.weight", (size, width)) for n, size in sizes.items()),
-            o_proj=weights.matrix("o_proj.weight", (g.hidden, mixed)),
-            biases=tuple(weights.matrix(f"{n}_proj.bias", (size,)) for n, size in sizes.items()) if biased else (),
-            o_bias=weights.matrix("o_proj.bias", (g.hidden,)) if "o_proj.bias" in weights else None,
-            norms=tuple(  # type: ignore[arg-type]
-                weights.vector(f"{n}_norm.weight", (g.head_dim,)) if normed or f"{n}_norm.weight" in weights else None
-                for n in "qk"
-            ),
-        )
-
-    def new_cache(self, capacity: int) -> KVCache:
-        return self.ops.new_kv(capacity, self.geometry.kv_heads, self.geometry.head_dim)
+    def trained(cls, weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> HeadAttention:
+        """Build from the weights under ``self_attn.``; ``width`` is that of x, ``normed``: q/k norms must be there."""
+        weights = weights.under("self_attn.")
+        normed = normed or "q_norm.weight" in weights
+        shape = attrs.evolve(geometry.attention, biased="q_proj.bias" in weights, normed=normed)
+        attention = cls.of(weights, geometry.hidden, shape, geometry.eps, width=width)
+        return attrs.evolve(attention, o_bias=weights.optional("o_proj.bias", (geometry.hidden,)))
 
     def __call__(
         self, x: Array, residual: Array, cache: KVCache, first: Sequence[int] | None = None, *, causal: bool = True
     ) -> Array:
         """``residual + o_proj(attention)``; ``first`` and ``causal`` as in ``Ops.attend_from``."""
-        ops, g, rows = self.ops, self.geometry, x.shape[0]
-        q, k, v = ops.project(x, self.projections, self.biases)
-        q = ops.norm_rope(q.reshape(rows, g.heads, g.head_dim), self.norms[0], g.eps, g.rope, cache.length)
-        k = ops.norm_rope(k.reshape(rows, g.kv_heads, g.head_dim), self.norms[1], g.eps, g.rope, cache.length)
-        v = v.reshape(rows, g.kv_heads, g.head_dim)
+        ops, shape, rows = self.ops, self.shape, x.shape[0]
+        q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
+        q = ops.norm_rope(q.reshape(rows, shape.heads, shape.head_dim), self.q_norm, self.eps, shape.rope, cache.length)
+        k, v = self._entries(k, v, cache)
         if first is None and causal:
-            mixed = ops.attend(q, k, v, cache, scale=g.scale)
+            mixed = ops.attend(q, k, v, cache, scale=shape.scale)
         else:
-            mixed = ops.attend_from(q, k, v, cache, scale=g.scale, first=first or [0] * rows, causal=causal)
+            mixed = ops.attend_from(q, k, v, cache, scale=shape.scale, first=first or [0] * rows, causal=causal)
         if self.o_bias is None:
-            return self.ops.linear(mixed, self.o_proj, residual)
-        (out,) = self.ops.project(mixed, (self.o_proj,), (self.o_bias,))
-        return self.ops.add(residual, out)
+            return ops.linear(mixed, self.o_proj, residual)
+        (out,) = ops.project(mixed, (self.o_proj,), (self.o_bias,))
+        return ops.add(residual, out)
 
 
 def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1.0) -> RmsNorm:
@@ -110,13 +62,6 @@ def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1
 def mlp(weights: Weights, geometry: Geometry) -> GatedMlp:
     """The layer's MLP."""
     return GatedMlp.of(weights.under("mlp."), geometry.hidden, geometry.intermediate)
-
-
-def layer_weights(weights: Weights, number: int) -> Weights:
-    """The weights of one layer, under either name of the first."""
-    if number == 0 and "midlayer.mlp.gate_proj.weight" in weights:
-        return weights.under("midlayer.")
-    return weights.under(f"layers.{number}.")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -217,5 +162,5 @@ def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
         recorder.tensor("embed_tokens.weight", (vocab, layout.geometry.hidden))
     if "lm_head.weight" in files:
         recorder.tensor("lm_head.weight", (layout.draft_vocab, layout.geometry.hidden))
-    files.refuse_unused_tensors(name.replace("midlayer.", "layers.0.") for name in recorder.tensors)
+    files.refuse_unused_tensors(recorder.tensors)
     return recorder.tensors

@@ -13,6 +13,7 @@ import attrs
 from specdec.backends.ops import Array
 from specdec.backends.passes import Passes
 from specdec.contract import Drafter, DrafterEnv, DrafterSpec, Needs, PrepareEnv
+from specdec.drafters.heads.describe import builder
 from specdec.drafters.heads.drafter import (
     BlockDrafter,
     EagleDrafter,
@@ -24,7 +25,6 @@ from specdec.drafters.heads.drafter import (
 from specdec.drafters.heads.files import DFLASH, DSPARK, EAGLE, P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.network import Surroundings, load
-from specdec.drafters.heads.networks import builder
 from specdec.drafters.heads.refiner import MarkovRefiner, Refiner
 from specdec.drafters.heads.untrained import write_untrained
 from specdec.errors import ConfigError, SpecdecError

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from specdec.checkpoints import write_checkpoint
 from specdec.contract import ModelInfo
 from specdec.drafters.heads.files import DFLASH, DSPARK, P_EAGLE
 
@@ -68,10 +67,7 @@ def write_untrained(folder: Path, kind: str, info: ModelInfo, *, seed: int = 0) 
     if kind == P_EAGLE:
         config["mask_token_id"] = 0
         tensors["mask_hidden"] = matrix(1, len(ids) * hidden)[None]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return write_checkpoint(folder, config, tensors)
 
 
 def _layer(matrix: Any, hidden: int, mixed: int, width: int) -> Mapping[str, torch.Tensor]:

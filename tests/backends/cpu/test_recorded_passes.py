@@ -408,7 +408,7 @@ def test_a_full_cache_and_wrong_inputs_are_refused(pair: Pair) -> None:
         bound.run([1, 2, 3, 4, 5])
     with pytest.raises(ContractError, match="outside the vocabulary"):
         bound.run([1, 100_000])
-    draft = target._mtp_passes.bind([target._new_mtp_cache(4)])
+    draft = target._mtp_passes.bind(target._new_mtp_caches(4))
     width = target.info.hidden_size
     for wrong in (None, torch.zeros(1, width), torch.zeros(2, width + 1), torch.zeros(2, width, dtype=torch.float64)):
         with pytest.raises(ShapeError, match="hidden states that do not fit"):

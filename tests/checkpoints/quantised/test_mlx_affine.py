@@ -24,8 +24,6 @@ from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
 from specdec.models.loading import _stored_dtype, load_target
-from specdec.models.weights import dry_run
-from specdec.registry import registry
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.quantisers import Tensors
@@ -363,16 +361,6 @@ def test_convolutions_in_both_layouts_are_refused(tmp_path: Path) -> None:
         load_target(RunConfig(target=TargetConfig(model=str(mlx))))
 
 
-def test_the_decoded_cache_holds_a_converted_checkpoint(tmp_path: Path) -> None:
-    mlx, twin = made(tmp_path, "qwen3_next")
-    asked = TargetConfig(model=str(mlx), dtype="float32", weights="decoded", decoded_cache=str(tmp_path / "cache"))
-    for _ in range(2):
-        target = load_target(RunConfig(target=asked)).target
-        rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()
-        wanted = load_target(RunConfig(target=TargetConfig(model=str(twin), dtype="float32"))).target
-        np.testing.assert_allclose(rows, wanted.decode(wanted.new_state(32), PROMPT).need_logits().rows(), 0, 1e-4)
-
-
 def test_info_names_the_format_and_counts_experts_once(tmp_path: Path) -> None:
     mlx, twin = made(tmp_path, "qwen3_5_moe")
     reports = [specdec.inspect_checkpoint(str(folder)) for folder in (mlx, twin)]
@@ -385,31 +373,3 @@ def test_info_names_the_format_and_counts_experts_once(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(main, ["info", str(mlx)])
     assert outcome.exit_code == 0
     assert "mlx-affine 4 bits g32" in outcome.output
-
-
-def test_config_alone_counts_each_layout_once() -> None:
-    """Latent attention and experts have optional tensors of mlx-lm's conversion; a report from the config has one."""
-    spec = registry().model("deepseek_v3", asked_by="a test")
-    family = spec.parse(
-        {
-            "model_type": "deepseek_v3",
-            "vocab_size": 300,
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 96,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "kv_lora_rank": 32,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-        }
-    )
-    names = list(dry_run(spec, family).tensors)
-    assert not [name for name in names if "switch_mlp" in name or "embed_q" in name or "unembed_out" in name]
-    assert "layers.0.self_attn.kv_b_proj.weight" in names

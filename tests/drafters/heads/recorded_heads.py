@@ -15,24 +15,20 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.contract import (
-    NO_NEEDS,
     Context,
     DrafterEnv,
     DraftNoise,
     ForwardOutput,
-    ForwardPass,
     Hidden,
     ModelInfo,
-    Needs,
     Parity,
     PrepareEnv,
     Sampling,
     SharedWeights,
-    Snapshot,
-    State,
     Verdict,
 )
 from specdec.drafters.heads.plugin import specdec_drafters
+from tests.drafters.composed import BareTarget
 
 RECORDED = Path(__file__).parent / "recorded"
 NAMES = tuple(sorted(folder.name for folder in RECORDED.iterdir()))
@@ -59,18 +55,7 @@ class Rows(Hidden):
         return self.array
 
 
-class _State(State):
-    def __init__(self, capacity: int, needs: Needs) -> None:
-        self.needs, self._capacity, self.held = needs, capacity, 0
-
-    length = property(lambda self: self.held)
-    capacity = property(lambda self: self._capacity)
-
-    def nbytes(self) -> int:
-        return 0
-
-
-class RecordedTarget(ForwardPass):
+class RecordedTarget(BareTarget):
     """Gives the recorded states of position i for whatever token comes there; it has no logits.
 
     Where the head asks for another boundary it gets states of another position, and the last of the recorded ones is
@@ -95,12 +80,9 @@ class RecordedTarget(ForwardPass):
         self._states = dict(zip(boundaries, parts.transpose(1, 0, 2), strict=True))
         self._shared, self._ops = expected, ops
 
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> _State:
-        return _State(capacity, needs)
-
     def prefill(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
-        output = self.rows(state.held, len(tokens))
-        state.held += len(tokens)
+        output = self.rows(state.length, len(tokens))
+        state.tokens += tokens
         return output
 
     def rows(self, at: int, count: int) -> ForwardOutput:
@@ -113,21 +95,6 @@ class RecordedTarget(ForwardPass):
             hidden=Rows(final[at : at + count]),
             boundaries={k: Rows(rows[at : at + count]) for k, rows in states.items()},
         )
-
-    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        raise AssertionError("a drafter runs no verification")
-
-    def commit(self, state: State, rows: int) -> None:
-        raise AssertionError("a drafter commits nothing")
-
-    def rewind(self, state: State, length: int) -> int:
-        raise AssertionError("a drafter rewinds nothing")
-
-    def snapshot(self, state: State) -> Snapshot:
-        raise AssertionError("a drafter saves no target")
-
-    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
-        raise AssertionError("a drafter restores no target")
 
     def shared_weights(self) -> SharedWeights:
         embed = self._shared["target.embed_tokens"]

@@ -19,7 +19,7 @@ from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.errors import SpecdecError
-from tests.drafters.heads.recorded_heads import RECORDED, Recorded
+from tests.drafters.heads.recorded_heads import LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_recorded_heads import BOUND, run
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
@@ -107,10 +107,24 @@ def deepspec(config: Config, tensors: Tensors) -> None:
     config |= nested | kept | {"architectures": ["Qwen3DSparkModel"]}
 
 
+def last_layer(config: Config, tensors: Tensors) -> None:
+    """z-lab's layout; the last of three states is that of the target's last layer, after the final norm."""
+    zlab(config, tensors)
+    config["dflash_config"]["target_layer_ids"] = [0, 1, LAYERS - 1]
+
+
+def scaled(config: Config, tensors: Tensors) -> None:
+    flat(config, tensors)
+    config["logit_scale"] = 4.0
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] / 4
+
+
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
         ("dflash", zlab),
+        ("dflash", last_layer),
+        ("eagle3", scaled),
         ("dflash", encoder),
         ("dspark", deepspec),
         ("eagle3", flat),
@@ -198,6 +212,28 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "bias without its key": ("eagle3-bias", layer(attention_bias=False), "attention_bias"),
     "map out of range": ("eagle3-reduced", tensor("d2t", OFFSETS + 100), "d2t maps the draft token 0 to 100, outside"),
     "map of two to one": ("eagle3-reduced", tensor("d2t", OFFSETS - torch.arange(24) + 1), "two draft tokens to one"),
+    "map of ids, which the flags of the same file contradict": (
+        "eagle3-reduced",
+        tensor("d2t", OFFSETS),
+        "d2t and t2d name different tokens",
+    ),
+    "a layer under both of its names": (
+        "eagle3",
+        tensor("midlayer.input_layernorm.weight", torch.zeros(16)),
+        "mean the same weight",
+    ),
+    "a tower": ("eagle3", tensor("visual.proj.weight", torch.zeros(2)), "visual.proj.weight .* not used"),
+    "a mask outside the vocabulary": ("dflash", change(mask_token_id=40), r"mask token 40 is outside .* \(0 to 39\)"),
+    "more states than layers": (
+        "eagle3",
+        change(eagle_aux_hidden_state_layer_ids=[1, 2]),
+        "3 states of this target's hidden size 16, or 2, which config.json names, of 24",
+    ),
+    "no table of the layers": (
+        "eagle3",
+        change(transformer_layer_config=None),
+        "config.json lacks 'transformer_layer_config'",
+    ),
     "no map": ("eagle3-reduced", tensor("d2t", None), "d2t is missing"),
     "large vocabulary": (
         "eagle3-reduced",
@@ -321,6 +357,13 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
     assert "\n" not in refused.value.message
 
 
+def test_a_trained_mask_row_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = edited("dflash", tmp_path / "head", change())
+    torch.save(torch.zeros(16), folder / "mask_embedding.pt")
+    with pytest.raises(SpecdecError, match=r"mask_embedding.pt beside the weights.* not supported"):
+        specdec.inspect_checkpoint(folder)
+
+
 def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path: Path) -> None:
     shutil.copy(RECORDED / "eagle3" / "config.json", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
@@ -333,7 +376,7 @@ def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path: Path) ->
     ("name", "states", "said"),
     [
         ("eagle3", {"vocab": 50}, "vocabulary is 40, this target's is 50"),
-        ("eagle3", {"hidden": 24}, "hidden size is 16, this target's is 24"),
+        ("eagle3", {"hidden": 32}, "hidden size is 16, this target's is 32"),
     ],
 )
 def test_a_head_of_another_target_is_refused_with_both_figures(name: str, states: Any, said: str) -> None:
@@ -448,10 +491,16 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
         lambda f: dict(f.rules)["not used"],
         "output_multiplier, which act in DFlash2 only",
     ),
-    "a partial rotation": (
+    "speculators' default rotation is of the whole head": (
         "eagle3",
         layer(partial_rotary_factor=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-        lambda f: len(f.geometry.rope.inv_freq),
+        lambda f: len(f.geometry.attention.rope.inv_freq),
+        4,
+    ),
+    "a partial rotation of NVIDIA's": (
+        "eagle3",
+        both(flat, change(partial_rotary_factor=0.5)),
+        lambda f: len(f.geometry.attention.rope.inv_freq),
         2,
     ),
     "a tied head": (

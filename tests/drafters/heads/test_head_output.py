@@ -16,12 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import specdec
-from specdec.contract import Context, DrafterEnv, DraftNoise, ModelInfo, Needs, PrepareEnv, Sampling
+from specdec.contract import Context, DrafterEnv, DraftNoise, ModelInfo, PrepareEnv, Sampling
 from specdec.drafters import gate
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.drafters.heads.untrained import write_untrained
-from specdec.models.causal_lm import CausalLM
 from specdec.testing import TableModel
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.verifiers import rejection
@@ -67,29 +65,6 @@ def test_the_output_is_that_of_plain_decoding(
         assert not stats.inactive_reason
 
     check()
-
-
-def test_nothing_is_computed_or_kept_for_a_drafter_that_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes and bytes beside each other: without a head no pass takes boundaries, and no state is larger.
-
-    The same watch sees the boundaries that the embedded model's head asks for, so it can fail.
-    """
-    passes: list[tuple[int, ...]] = []
-    of = CausalLM._passes_with
-    monkeypatch.setattr(CausalLM, "_passes_with", lambda self, k: passes.append(k) or of(self, k))
-    monkeypatch.setattr(CausalLM, "shared_weights", lambda self: pytest.fail("weights were asked for"))
-    lm = specdec.load("demo", drafter="ngram", depth=2)
-    lm.generate("def mean(values):", max_new_tokens=8)
-    assert set(passes) == {()}
-    plain, heady = (lm.target.new_state(64, needs) for needs in (Needs(), Needs(boundaries=(2, 6, 9))))
-    assert plain.nbytes() == heady.nbytes()  # the target keeps no states: the drafter keeps what it draws from them
-    assert lm.target.prefill(plain, [1, 2, 3]).boundaries == {}
-    monkeypatch.undo()
-    with_head: list[tuple[int, ...]] = []
-    monkeypatch.setattr(CausalLM, "_passes_with", lambda self, k: with_head.append(k) or of(self, k))
-    head = specdec.load("demo", drafter="eagle3", depth=2)
-    head.generate("def mean(values):", max_new_tokens=8)
-    assert head.drafter.shared.around.needs.boundaries in with_head
 
 
 # --- ratio tests ---------------------------------------------------------------------------------------------------
