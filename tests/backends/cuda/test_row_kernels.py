@@ -109,7 +109,9 @@ CASES: dict[str, Case] = {
     "layer norm": Case(
         module=norm,
         run=lambda m, x: m.layer_norm(x, _vector(x, 0), _vector(x, 1), EPS),
-        reference=lambda x: functional.layer_norm(x.double(), x.shape[-1:], _vector(x, 0).double(), _vector(x, 1).double(), EPS),
+        reference=lambda x: functional.layer_norm(
+            x.double(), x.shape[-1:], _vector(x, 0).double(), _vector(x, 1).double(), EPS
+        ),
         # with what is cancelled
         scale=lambda x, expected: expected.abs() + 2 + 1.5 * x.double().abs().amax(1, keepdim=True),
         mutants=(("centred = tl.where(mask, part - mean[:, None], 0.0)", "centred = tl.where(mask, part, 0.0)"),

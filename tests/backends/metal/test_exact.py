@@ -22,8 +22,8 @@ from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.backends.families import arrays  # noqa: E402
 from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
-from tests.backends.metal.test_metal_families import arrays  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
