@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from specdec.backends.arrays import HostLogits
-from specdec.contract import Choosing, Context, Sampling
-from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Rows, gumbel, processed
+from specdec.contract import Context, Sampling
+from specdec.sampling import Purpose, gumbel, processed
 
 KINDS = ("normal", "flat", "peaked", "few values", "equal", "mostly -inf", "far apart", "nearly equal", "quarters")
 SETTINGS: dict[str, dict[str, list[Any]]] = {
@@ -90,29 +87,6 @@ def close_score(row: np.ndarray, sampling: Sampling, position: int, rng: np.rand
     scores = row / sampling.temperature + noise
     token = int(rng.integers(len(row)))
     row[token] = (np.delete(scores, token).max() - noise[token]) * sampling.temperature
-
-
-def outcome(call: Callable[[], int]) -> int | str:
-    """A token, or the kind of the refusal."""
-    try:
-        return call()
-    except SpecdecError as refusal:
-        return type(refusal).__name__
-
-
-def wrong_rows(
-    choose: Callable[[Choosing], Any], values: np.ndarray, drafted: tuple[int, ...], context: Context
-) -> tuple[list[str], int]:
-    """Descriptions of rows whose certain token is not the reference's, and how many rows were undecided."""
-    reference = Rows(HostLogits(values), drafted, context)
-    found = choose(Choosing(drafted, context))
-    assert len(found) == len(values)
-    wrong = [
-        f"row {row}: {token}, {context.sampling}"
-        for row, token in enumerate(found)
-        if token is not None and token != outcome(lambda row=row: reference.choose(row))
-    ]
-    return wrong, list(found).count(None)
 
 
 def misfit(row: np.ndarray, history: list[int], context: Context, token: int) -> str:

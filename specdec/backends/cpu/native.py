@@ -97,7 +97,6 @@ class NativeOps(ReferenceOps):
             parity_reason="every output has its own accumulators, filled in an order that only its length sets",
         )
         self.eager_reason = eager_reason
-        self.timing = False  # measure the time in each kernel of recorded passes
         self.lock = ForkSafeLock()  # held while a pass uses the work memory
         self._work = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}

@@ -53,7 +53,6 @@ class TapeOps(Protocol):
     capabilities: Capabilities
     threads: Threads
     lock: ForkSafeLock
-    timing: bool
     _head: Kernel
     _argmax_rows: Kernel
     _choose_rows: Kernel
@@ -150,8 +149,8 @@ class Runner:
 
     def __init__(self, kernels: Kernels) -> None:
         self._caller = kernels.function("tape_caller", "pi", ctypes.c_void_p)
-        self.run = kernels.function("tape_run", "pippp", ctypes.c_int64)
-        self.chain = kernels.function("tape_chain", "ppiiiipi", ctypes.c_int64)
+        self.run = kernels.function("tape_run", "pipp", ctypes.c_int64)
+        self.chain = kernels.function("tape_chain", "ppiiiip", ctypes.c_int64)
         self.keep_window = Kernel(kernels, "keep_window", "ppiii")
 
     def caller(self, kernel: Kernel) -> int:
@@ -412,7 +411,6 @@ class Tape(TorchFunctionMode):
             names=[step.kernel.name for step in steps],
             steps=(ctypes.c_int64 * len(flat))(*flat),
             arguments=(ctypes.c_int64 * (2 * len(arguments)))(*[number for pair in arguments for number in pair]),
-            spent=(ctypes.c_int64 * len(steps))(),
         )
 
 
@@ -441,16 +439,10 @@ class Program:
     names: list[str]  # kernel of each step
     steps: Any
     arguments: Any
-    spent: Any  # nanoseconds in each step, counted while ``NativeOps.timing`` is on
 
-    def addresses(self) -> tuple[int, int, int, int]:
+    def addresses(self) -> tuple[int, int, int]:
         """The ``Program`` of kernels/tape.cpp."""
-        return (
-            ctypes.addressof(self.steps),
-            len(self.names),
-            ctypes.addressof(self.arguments),
-            ctypes.addressof(self.spent),
-        )
+        return ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -625,9 +617,7 @@ class RecordedPass(Pass):
             choice, alive = (None, None) if choosing is None else ops.choice(choosing, found)
             slots[CHOICE] = 0 if choice is None else ctypes.addressof(choice)
             slots[THREADS] = ops.threads.count()
-            drafted: int = passes.runner.chain(
-                programs, slots, len(self._caches), rows, depth, row_bytes, found, ops.timing
-            )
+            drafted: int = passes.runner.chain(programs, slots, len(self._caches), rows, depth, row_bytes, found)
             del alive  # the kernels have read its addresses
             whole = drafted == depth
             refused = not whole and found[drafted] < 0
@@ -668,8 +658,7 @@ class RecordedPass(Pass):
         return checked
 
     def _play(self, program: Program) -> int:
-        spent = program.spent if self._ops.timing else None
-        failed: int = self._passes.runner.run(program.steps, len(program.names), program.arguments, self._slots, spent)
+        failed: int = self._passes.runner.run(program.steps, len(program.names), program.arguments, self._slots)
         return failed
 
 

@@ -7,6 +7,7 @@ specialisation that triton would choose for their arguments.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -20,23 +21,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specdec.backends.cuda.kernels import (
+    attention,
+    commit,
+    delta,
+    delta_chunked,
+    latent,
+    moe,
+    noise,
+    norm,
+    packed,
+    rope,
+    route,
+    rows,
+)
 from specdec.backends.cuda.kernels.launch import interpreting, recording
+from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
+from specdec.backends.ops import DeltaShape, Routing
 from specdec.errors import UnsupportedError
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes of shared memory of one block
-
-# name -> a function that calls wrappers; memory that is allocated but not touched costs nothing
-EXAMPLES: dict[str, Callable[[], object]] = {}
-
-
-def example(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Register a function whose launches are compiled."""
-
-    def register(function: Callable[[], object]) -> Callable[[], object]:
-        EXAMPLES[name] = function
-        return function
-
-    return register
 
 
 @attrs.frozen(kw_only=True)
@@ -196,20 +200,22 @@ def _copies(ptx: str) -> tuple[int, ...]:
     )
 
 
-# --- examples: Qwen3.5-like sizes, three rows -------------------------------------------------------------------------
+# --- examples: sizes of Qwen3.5 0.8B, 4B and 9B and of DeepSeek-V3, three rows ----------------------------------------
 
 
-def _act(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16)
+def _act(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
 
 
 def _float(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float32)
 
 
-def _weight(form: str, n: int, k: int) -> Any:
-    from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
+def _row() -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.int64)
 
+
+def _weight(form: str, n: int, k: int) -> Any:
     if form == "bf16":
         return DenseWeight(_act(n, k))
     codes = torch.empty(n, k if form == "fp8" else k // 2, dtype=torch.uint8)
@@ -218,184 +224,90 @@ def _weight(form: str, n: int, k: int) -> Any:
     return Nvfp4Weight(codes, torch.empty(n, k // 16, dtype=torch.uint8), _float(1))
 
 
-def _products(form: str) -> None:
-    from specdec.backends.cuda.kernels import moe, packed
-    from specdec.backends.cuda.weights import ExpertStack
+def _experts(form: str) -> object:
+    def stack(n: int, k: int) -> ExpertStack:
+        return ExpertStack(tuple(_weight(form, n, k) for _ in range(8)))
 
-    @example(f"{form} experts 8 of 2048->512->2048")
-    def _experts() -> object:
-        def stack(n: int, k: int) -> ExpertStack:
-            return ExpertStack(tuple(_weight(form, n, k) for _ in range(8)))
-
-        ids = torch.empty(3, 8, dtype=torch.int32)
-        x, stacks = _act(3, 2048), (stack(512, 2048), stack(512, 2048), stack(2048, 512))
-        return moe.experts(x, ids, _float(3, 8), *stacks, x, shared=x, shared_gate=_act(1, 2048))
-
-    if form != "bf16":  # dense products are torch's
-
-        @example(f"{form} product 4096->12352")
-        def _product() -> object:
-            weight = _weight(form, 12352, 4096)
-            return [packed.product(_act(3, 4096), weight, 12352, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    ids = torch.empty(3, 8, dtype=torch.int32)
+    x, stacks = _act(3, 2048), (stack(512, 2048), stack(512, 2048), stack(2048, 512))
+    return moe.experts(x, ids, _float(3, 8), *stacks, x, shared=x, shared_gate=_act(1, 2048))
 
 
-for _form in ("bf16", "fp8", "nvfp4"):
-    _products(_form)
+def _product(form: str) -> object:
+    weight = _weight(form, 12352, 4096)
+    return [packed.product(_act(3, 4096), weight, 12352, dtype) for dtype in (torch.bfloat16, torch.float32)]
 
 
-@example("noise on 248320 logits")
-def _noise() -> object:
-    from specdec.backends.cuda.kernels import noise
+def _sequence(dtype: torch.dtype, heads: int, kv_heads: int, value_heads: int) -> None:
+    """Attention and the delta rule."""
 
-    key, ids = torch.empty(2, dtype=torch.int64), torch.empty(16384, dtype=torch.int32)
-    return noise.perturb(_float(3, 248320), key), noise.perturb(_float(3, 16384), key, ids)
-
-
-@example("norm 4096")
-def _norm() -> object:
-    from specdec.backends.cuda.kernels import norm
-
-    return norm.rms_norm(_act(3, 4096), _float(4096), 1e-6)
-
-
-@example("gated norm 32x128")
-def _gated_norm() -> object:
-    from specdec.backends.cuda.kernels import norm
-
-    return norm.gated_rms_norm(_act(3, 32, 128), _act(3, 32, 128), _float(128), 1e-6)
-
-
-# --- sequences: attention and the delta rule at the sizes of Qwen3.5 0.8B, 4B and 9B, and DeepSeek-V3 -----
-
-
-def _sequences(size: str, dtype: torch.dtype, heads: int, kv_heads: int, value_heads: int) -> None:
     def act(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return _act(*shape, dtype=dtype)
 
-    @example(f"{size} rotate and write {heads}+{kv_heads}x256")
-    def _rotate() -> object:
-        from specdec.backends.cuda.kernels import rope
-
-        pair, keys = act(3, heads, 2, 256), act(3, kv_heads, 256)
-        weight, row = _float(256), torch.zeros(8, dtype=torch.int64)
-        return rope.rotate_and_write(pair[:, :, 0], keys, keys, weight, weight, 1e-6, _float(32), row)
-
-    @example(f"{size} attend {heads}/{kv_heads}x256")
-    def _attend() -> object:
-        from specdec.backends.cuda.kernels import attention
-
-        row, gate = torch.zeros(8, dtype=torch.int64), act(3, heads, 2, 256)[:, :, 1]
-        query = act(3, heads, 256)
-        return attention.attend(query, row, kv_heads=kv_heads, scale=1 / 16, gate=gate, max_length=32768)
-
-    @example(f"{size} delta rows 16/{value_heads}x128x128")
-    def _delta() -> object:
-        from specdec.backends.cuda.kernels import delta
-        from specdec.backends.ops import DeltaShape
-
-        shape = DeltaShape(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, kernel=4)
-        gates, vector, row = act(3, value_heads), _float(value_heads), torch.zeros(8, dtype=torch.int64)
-        taps = _float(shape.channels, 4)
-        return delta.delta_rows(act(3, shape.channels), gates, gates, taps, vector, vector, row, shape)
+    pair, keys, weight, row = act(3, heads, 2, 256), act(3, kv_heads, 256), _float(256), _row()
+    rope.rotate_and_write(pair[:, :, 0], keys, keys, weight, weight, 1e-6, _float(32), row)
+    gate, query = pair[:, :, 1], act(3, heads, 256)
+    attention.attend(query, row, kv_heads=kv_heads, scale=1 / 16, gate=gate, max_length=32768)
+    shape = DeltaShape(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, kernel=4)
+    gates, vector, taps = act(3, value_heads), _float(value_heads), _float(shape.channels, 4)
+    delta.delta_rows(act(3, shape.channels), gates, gates, taps, vector, vector, row, shape)
 
 
-for _size, _heads, _kv_heads, _value_heads in (("0.8B", 8, 2, 16), ("4B 9B", 16, 4, 32)):
-    _sequences(_size, torch.bfloat16, _heads, _kv_heads, _value_heads)
-_sequences("float32", torch.float32, 16, 4, 32)
-
-
-@example("attend 32/8x128")
-def _attend_128() -> object:
-    from specdec.backends.cuda.kernels import attention
-
-    row = torch.zeros(8, dtype=torch.int64)
-    return attention.attend(_act(3, 32, 128), row, kv_heads=8, scale=0.1, max_length=8192)
-
-
-@example("attend 12/4x64")
-def _attend_64() -> object:
-    from specdec.backends.cuda.kernels import attention
-
-    row = torch.zeros(8, dtype=torch.int64)
-    return attention.attend(_act(3, 12, 64), row, kv_heads=4, scale=0.1, max_length=8192)
-
-
-@example("attend latent 128x576")
-def _attend_latent() -> object:
-    from specdec.backends.cuda.kernels import latent
-
-    row = torch.zeros(8, dtype=torch.int64)
-    return latent.attend_latent(_act(3, 128, 576), _act(3, 576), row, scale=0.1, value_dims=512, max_length=4096)
-
-
-@example("norm rope 128x64")
-def _norm_rope() -> object:
-    from specdec.backends.cuda.kernels import rope
-
-    return rope.norm_rope(_act(3, 128, 64), None, 1e-6, _float(32), torch.zeros(8, dtype=torch.int64))
-
-
-@example("delta chunked 16/32x128x128")
-def _delta_chunked() -> object:
-    from specdec.backends.cuda.kernels import delta, delta_chunked
-    from specdec.backends.ops import DeltaShape
-
+def _prompt() -> None:
     shape = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
-    row = torch.zeros(8, dtype=torch.int64)
-    u = delta.conv_window(torch.zeros(65, shape.channels, dtype=torch.bfloat16), _float(shape.channels, 4), row)
+    x, row = torch.zeros(65, shape.channels, dtype=torch.bfloat16), _row()
     zeros, vector = torch.zeros(65, 32, dtype=torch.bfloat16), torch.zeros(32)
-    return delta_chunked.delta_chunked(u, zeros, zeros, vector, vector, row, shape)
+    u = delta.conv_window(x, _float(shape.channels, 4), row)
+    delta_chunked.delta_chunked(u, zeros, zeros, vector, vector, row, shape)
 
 
-@example("commit 32")
-def _commit() -> None:
-    from specdec.backends.cuda.kernels import commit
-
-    commit.commit_rows(torch.zeros(32, 8, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 3)
-
-
-# --- other ops: moving rows, the choice of experts -----------------------------------------------
-
-
-@example("layer_norm 3x768")
-def _layer_norm() -> object:
-    from specdec.backends.cuda.kernels import norm
-
-    return norm.layer_norm(_act(3, 768), _float(768), _float(768), 1e-5)
-
-
-@example("gelu 3x3072, add 3x768, positions of 1024x768")
-def _learned_positions() -> object:
-    from specdec.backends.cuda.kernels import rows
-
-    at = torch.zeros(8, dtype=torch.int64)
-    x, table = _act(3, 768), _act(1024, 768)
-    both = _act(3, 2, 3072)
+def _rows() -> None:
+    x, table, both, pairs = _act(3, 768), _act(1024, 768), _act(3, 2, 3072), _act(3, 128, 64)
     rows.silu_product(both[:, 0], both[:, 1], torch.bfloat16)
-    return rows.gelu(_act(3, 3072)), rows.add(x, x), rows.add(x, table, 5), rows.add(x, table, at)
-
-
-@example("embed 4 of 248320x4096")
-def _embed() -> object:
-    from specdec.backends.cuda.kernels import rows
-
-    return rows.embed(_act(248320, 4096), torch.zeros(4, dtype=torch.int32))
-
-
-@example("concat 4096+4096, 128x512+64")
-def _concat() -> object:
-    from specdec.backends.cuda.kernels import rows
-
-    pairs = _act(3, 128, 64)
+    rows.gelu(_act(3, 3072))
+    for added in ((x,), (table, 5), (table, _row())):
+        rows.add(x, *added)
+    rows.embed(_act(248320, 4096), torch.zeros(4, dtype=torch.int32))
     halves = rows.concat(pairs[..., 0::2], pairs[..., 1::2])
-    return rows.concat(_act(3, 4096), _act(3, 4096)), rows.concat(_act(3, 128, 512), halves)
+    rows.concat(_act(3, 4096), _act(3, 4096))
+    rows.concat(_act(3, 128, 512), halves)
 
 
-@example("route 8 of 256, grouped and plain")
-def _route() -> object:
-    from specdec.backends.cuda.kernels import route
-    from specdec.backends.ops import Routing
+def _norms() -> None:
+    norm.rms_norm(_act(3, 4096), _float(4096), 1e-6)
+    norm.gated_rms_norm(_act(3, 32, 128), _act(3, 32, 128), _float(128), 1e-6)
+    norm.layer_norm(_act(3, 768), _float(768), _float(768), 1e-5)
+    rope.norm_rope(_act(3, 128, 64), None, 1e-6, _float(32), _row())
 
+
+def _noise() -> None:
+    key, ids = torch.empty(2, dtype=torch.int64), torch.empty(16384, dtype=torch.int32)
+    noise.perturb(_float(3, 248320), key)
+    noise.perturb(_float(3, 16384), key, ids)
+
+
+def _route() -> None:
     grouped = Routing(top_k=8, scores="sigmoid", normalised=True, scale=2.5, groups=8, kept_groups=4)
-    plain = Routing(top_k=8, scores="softmax", normalised=True)
-    return route.choose(_float(3, 256), grouped, _float(256)), route.choose(_float(3, 256), plain)
+    route.choose(_float(3, 256), grouped, _float(256))
+    route.choose(_float(3, 256), Routing(top_k=8, scores="softmax", normalised=True))
+
+
+# name -> a function that calls wrappers; memory that is allocated but not touched costs nothing
+EXAMPLES: dict[str, Callable[[], object]] = {
+    **{f"{form} experts 8 of 2048->512->2048": functools.partial(_experts, form) for form in ("bf16", "fp8", "nvfp4")},
+    **{f"{form} product 4096->12352": functools.partial(_product, form) for form in ("fp8", "nvfp4")},
+    "0.8B": lambda: _sequence(torch.bfloat16, 8, 2, 16),
+    "4B 9B": lambda: _sequence(torch.bfloat16, 16, 4, 32),
+    "float32": lambda: _sequence(torch.float32, 16, 4, 32),
+    "attend 32/8x128": lambda: attention.attend(_act(3, 32, 128), _row(), kv_heads=8, scale=0.1, max_length=8192),
+    "attend 12/4x64": lambda: attention.attend(_act(3, 12, 64), _row(), kv_heads=4, scale=0.1, max_length=8192),
+    "attend latent 128x576": lambda: latent.attend_latent(
+        _act(3, 128, 576), _act(3, 576), _row(), scale=0.1, value_dims=512, max_length=4096
+    ),
+    "delta chunked 16/32x128x128": _prompt,
+    "commit 32": lambda: commit.commit_rows(torch.zeros(32, 8, dtype=torch.int64), torch.zeros(32).int(), 3),
+    "rows": _rows,
+    "norms": _norms,
+    "noise on 248320 logits": _noise,
+    "route 8 of 256, grouped and plain": _route,
+}

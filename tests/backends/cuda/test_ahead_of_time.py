@@ -25,7 +25,7 @@ from tests.backends.cuda.narrow import narrow_kernel
 rows = [attrs.asdict(row) for row in catalogue.compiled()]
 catalogue.EXAMPLES.clear()
 x = torch.empty(64)
-catalogue.example("narrow")(lambda: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=16))
+catalogue.EXAMPLES["narrow"] = lambda: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=16)
 narrow = [attrs.asdict(row) for row in catalogue.compiled((90,))]
 json.dump({"rows": rows, "narrow": narrow}, sys.stdout)
 """

@@ -29,7 +29,7 @@ assert isinstance(triton.knobs.compilation.listener, compiling.CompilationListen
 catalogue.EXAMPLES.clear()
 x = torch.empty(64)
 for block in (16, 32, 64):
-    catalogue.example(str(block))(lambda block=block: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=block))
+    catalogue.EXAMPLES[str(block)] = lambda block=block: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=block)
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append([record.levelname, record.event, record.facts])

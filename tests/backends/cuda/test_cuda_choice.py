@@ -8,35 +8,22 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
-from specdec.backends import Backend
 from specdec.backends import choice as backend_choice
 from specdec.backends.cuda import device as devices
 from specdec.backends.cuda.backend import CudaBackend
-from specdec.contract import BackendSpec
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.registry import Registry, registry
+from specdec.registry import registry
 from tests.backends.cuda.fake import FakeDevice
 from tests.processes import run_specdec
 
+Choice = Callable[..., tuple[str, list[str]]]
 OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
     "and installing a new version from the URL: ..."
 )
-
-
-class NotBuilt(Backend):
-    """What stands for a backend that would be built."""
-
-    device, dtypes = "none", ("float32",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def ops(self, dtype: str) -> Any: ...
 
 
 @pytest.fixture
@@ -85,24 +72,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return has
 
 
-@pytest.fixture
-def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
-    """``choice(name)``: the backend that would be built, and the notices."""
-
-    original = Registry.backend
-
-    def not_built(self: Registry, name: str, **source: Any) -> BackendSpec:
-        return attrs.evolve(original(self, name, **source), factory=lambda config: NotBuilt(name))
-
-    monkeypatch.setattr(Registry, "backend", not_built)
-
-    def choose(name: str = "auto") -> tuple[str, list[str]]:
-        backend, notices = backend_choice.make_backend(name)
-        return backend.name, list(notices)
-
-    return choose
-
-
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "no triton": ({"triton": False}, "triton is not installed (pip install 'specdec-framework[cuda]')"),
     "torch without CUDA": ({"cuda": None, "available": False, "count": 0}, "built without CUDA"),
@@ -116,7 +85,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_a_device_that_cannot_be_used_is_named_with_the_reason(
-    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], case: str
+    machine: Callable[..., None], choice: Choice, case: str
 ) -> None:
     """``auto`` takes the cpu and says why; asked for by name it is an error."""
     seen, reason = UNUSABLE[case]
@@ -135,7 +104,7 @@ def test_a_device_that_cannot_be_used_is_named_with_the_reason(
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
 def test_auto_takes_a_device_that_works(
-    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], capability: tuple[int, int]
+    machine: Callable[..., None], choice: Choice, capability: tuple[int, int]
 ) -> None:
     machine(capability=capability)
     assert choice() == ("cuda", [])
@@ -154,9 +123,7 @@ def test_auto_takes_a_device_that_works(
     ],
     ids=["no device", "no device, torch without CUDA", "hidden", "hidden by -1", "hidden, no triton"],
 )
-def test_without_a_device_nothing_is_said(
-    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], seen: dict[str, Any]
-) -> None:
+def test_without_a_device_nothing_is_said(machine: Callable[..., None], choice: Choice, seen: dict[str, Any]) -> None:
     machine(**seen)
     assert choice() == ("cpu", [])
     with pytest.raises(UnsupportedError, match="the cuda backend cannot run here"):
@@ -168,9 +135,7 @@ def test_a_device_that_is_hidden_is_named_when_cuda_is_asked_for(machine: Callab
     assert "CUDA_VISIBLE_DEVICES='' hides every CUDA device" in str(devices.unusable())
 
 
-def test_apple_silicon_is_not_asked_about_cuda(
-    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]]
-) -> None:
+def test_apple_silicon_is_not_asked_about_cuda(machine: Callable[..., None], choice: Choice) -> None:
     machine(system="Darwin", processor="arm64", triton=False)
     name, notices = choice()
     assert name in ("metal", "cpu")

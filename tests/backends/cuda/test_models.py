@@ -20,15 +20,16 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda import memory
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache
 from specdec.backends.cuda.ops import CudaOps
-from specdec.contract import Drafter, Needs
+from specdec.contract import Drafter
 from specdec.models import Weights, dry_run
 from specdec.models.loading import build_target
 from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
+from tests.backends import families
+from tests.backends.families import VOCAB
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, partly_right
 
 pytestmark = pytest.mark.interpreter
 
-VOCAB = 277
 ATTENTION = {"heads": 2, "kv_heads": 1, "head_dim": 16}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -94,27 +95,7 @@ def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]
 def test_hidden_states_at_boundaries_are_those_of_the_reference(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:
-    """The same numbers from a captured pass, and the same bits in a block as row by row."""
-    target, reference = build(family), tiny.make_target(checkpoint(family, **TINY[family]))
-    needs = Needs(final_hidden=True, boundaries=(0, target.info.layers))
-
-    def states_of(model: Any, blocks: Sequence[int]) -> list[np.ndarray]:
-        state, at, outputs = model.new_state(CAPACITY, needs), 0, []
-        for rows in blocks:
-            outputs.append(model.decode(state, [5, 9, 2, 7][at : at + rows]))
-            model.commit(state, rows)
-            at += rows
-        parts = [[output.hidden, *output.boundaries.values()] for output in outputs]
-        return [
-            np.concatenate([model.ops.to_host(model.ops.array(part)).numpy() for part in column])
-            for column in zip(*parts, strict=True)
-        ]
-
-    whole, single, wanted = states_of(target, [2, 2]), states_of(target, [1, 1, 1, 1]), states_of(reference, [4])
-    assert len(whole) == len(wanted) == 3
-    for ours, alone, theirs in zip(whole, single, wanted, strict=True):
-        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
-        assert (ours == alone).all()
+    families.check_hidden_states(build(family), tiny.make_target(checkpoint(family, **TINY[family])))
 
 
 def test_a_family_with_learned_positions_and_no_rotation(
@@ -195,29 +176,11 @@ def run(
 def test_logits_are_those_of_the_torch_reference(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:
-    """A prompt of more than 16 rows, a pass of three rows that is cut, one of one row, and the head's own logits."""
-    tokens = [(7 * i + 3) % VOCAB for i in range(24)]
-    found = []
-    for target in (tiny.make_target(checkpoint(family, **TINY[family])), build(family)):
-        state = target.new_state(CAPACITY, tiny.needs_of(target))
-        target.prefill(state, tokens[:18])
-        logits = [target.decode(state, tokens[18:21]).need_logits().rows().copy()]
-        target.commit(state, 2)
-        logits.append(target.decode(state, tokens[20:21]).need_logits().rows().copy())
-        target.commit(state, 1)
-        if target.info.mtp_layers:
-            steps: list[Any] = []
-            target.draft_mtp(state, tokens[21], 2, choose=lambda step, _, steps=steps: steps.append(step.rows()) or 5)
-            logits += [step.copy() for step in steps]
-        found.append(np.concatenate(logits))
-    assert np.ptp(found[0]) > 5
-    assert np.abs(found[0] - found[1]).max() <= 2e-4
+    families.check_logits(build(family), tiny.make_target(checkpoint(family, **TINY[family])), 2e-4)
 
 
-CASES = [("qwen3_5", eager, depth) for eager in (False, True) for depth in (0, 1, 3)]
-CASES += [(family, False, 3) for family in TINY if family != "qwen3_5"]
-SLOW = [(family, True, 1) for family in TINY if family != "qwen3_5"]
-SLOW += [(family, eager, 7) for family in TINY for eager in (False, True)]
+CASES = [("qwen3_5", False, 0), ("qwen3_5", True, 1), *((family, False, 3) for family in TINY)]
+SLOW = [("deepseek_v3", True, 3), ("qwen3_5", False, 7)]
 
 
 @pytest.mark.parametrize(
@@ -284,68 +247,20 @@ def poison(state: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_every_accept_count_leaves_the_state_of_a_plain_run(
-    build: Callable[..., Any], plain: Callable[..., Any], family: str
-) -> None:
-    """None to all of 3, the bits right after the commit and those of the pass after it; stale memory is NaN."""
-    target, depth = build(family), 3
-    truth, logits = plain(family)
-    start = target.snapshot(tiny.held(target, PROMPT))
-    row, states = target.restore(start), []
-    for token in [PROMPT[-1], *truth[: depth + 1]]:
-        target.decode(row, [token])
-        target.commit(row, 1)
-        states.append(target.snapshot(row).arrays)
-    for accepted in range(depth + 1):
-        state = target.restore(start)
-        poison(state)
-        drafted = truth[:accepted] + [(token + 1) % VOCAB for token in truth[accepted:depth]]
-        target.decode(state, [PROMPT[-1], *drafted])
-        target.commit(state, accepted + 1)
-        for name, array in states[accepted].items():
-            if not name.startswith("mtp."):
-                assert torch.equal(target.snapshot(state).arrays[name], array), (name, accepted)
-        poison(state)
-        following = target.decode(state, [truth[accepted]]).need_logits().rows()
-        assert np.array_equal(following[0].view(np.int32), logits[accepted + 1]), accepted
+def test_every_accept_count_leaves_the_state_of_a_plain_run(build: Callable[..., Any], family: str) -> None:
+    families.check_accept_counts(build(family), PROMPT, 3, poison)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(
-    build: Callable[..., Any], plain: Callable[..., Any], family: str
-) -> None:
-    target = build(family)
-    truth, logits = plain(family)
-    state = tiny.held(target, PROMPT, truth[:3])
-    taken = target.snapshot(state)
-    then = {name: array.clone() for name, array in taken.arrays.items()}
-    reached = target.rewind(state, len(PROMPT))
-    assert reached <= len(PROMPT)
-    poison(state)
-    for token in [*PROMPT, *truth][reached : len(PROMPT) + 1]:
-        output = target.decode(state, [token])
-        target.commit(state, 1)
-    assert np.array_equal(output.need_logits().rows()[0].view(np.int32), logits[1])
-    tiny.assert_same_bits(target.snapshot(target.restore(taken, tiny.needs_of(target))).arrays, then)
+def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(build: Callable[..., Any], family: str) -> None:
+    families.check_rewind(build(family), PROMPT, 3, poison)
 
 
 def test_sessions_fork_save_and_load(
-    build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
-    plain: Callable[..., Any],
-    tmp_path: pathlib.Path,
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    target, folder = build("qwen3_5"), checkpoint("qwen3_5", **TINY["qwen3_5"])
-    truth, _ = plain("qwen3_5")
-    lm = tiny.make_lm(folder, target, lambda env: mtp(Case([], env, [])))
-    session = lm.session()
-    assert session.generate(list(PROMPT), max_new_tokens=3, ignore_eos=True).tokens == truth[:3]
-    session.save(tmp_path / "session.safetensors")
-    loaded, fork = lm.session(), session.fork()
-    loaded.load(tmp_path / "session.safetensors")
-    fork.generate([1, 2], max_new_tokens=2, ignore_eos=True)  # goes its own way
-    for one in (session, loaded):
-        assert one.generate(max_new_tokens=3, ignore_eos=True).tokens == truth[3:6]
+    folder = checkpoint("qwen3_5", **TINY["qwen3_5"])
+    families.check_sessions(build("qwen3_5"), folder, PROMPT, (3, 3), tmp_path / "session.safetensors")
 
 
 # --- on a device -----------------------------------------------------------------------------------------------------

@@ -1,35 +1,28 @@
-"""The ops composed of kernels: the conformance kit's clauses, weights of every kind, logits, and their own kernels.
-
-Interpreted kernels are slow, so the clauses that play long are left to runs with ``-m slow``; the model tests and the
-kernels' own tests cover what they ask.
-"""
+"""The ops composed of kernels: the conformance kit's clauses, weights of every kind, and logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.backends.cuda.arrays import CudaLogits
-from specdec.backends.cuda.kernels import route, rows
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
-from specdec.backends.ops import DeltaShape, Rope, Routing
+from specdec.backends.ops import DeltaShape, Rope
 from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
 from specdec.errors import ContractError, StateError, UnsupportedError
 from specdec.testing import OpsSubject, Subject, check_subjects
+from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend
 
-FEW = settings(max_examples=8)
-CLAUSES = [f"O{number}" for number in range(1, 26)]
-LONG = ["O12", "O13", "O17", "O20"]
-
+KERNELS = ["O6", "O12", "O13", "O17"]
+"""Clauses on values of attention, rows, rollback and routing: in the interpreter, the tests of the kernels and of whole
+models show the same in a tenth of the time."""
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -43,17 +36,15 @@ def make(new_device: Callable[[], Any]) -> Callable[..., CudaOps]:
     return lambda dtype="float32": CudaOps(new_device(), getattr(torch, dtype))
 
 
-@pytest.mark.parametrize(
-    "clause", [pytest.param(clause, marks=pytest.mark.slow) if clause in LONG else clause for clause in CLAUSES]
-)
+@pytest.mark.parametrize("clause", [f"O{n}" for n in range(1, 26) if f"O{n}" not in KERNELS])
 def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -> None:
-    effort = "sample" if clause in LONG else "quick"
-    check_subjects("cuda", {Subject.OPS: OpsSubject(make=make)}, only=[clause], effort=effort).raise_for_failures()
+    check_subjects("cuda", {Subject.OPS: OpsSubject(make=make)}, only=[clause]).raise_for_failures()
 
 
 @pytest.mark.gpu
-def test_the_contract_of_operations_in_bfloat16(make: Callable[..., CudaOps]) -> None:
-    check_subjects("cuda", {Subject.OPS: OpsSubject(make=lambda: make("bfloat16"))}).raise_for_failures()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_whole_contract_of_operations(make: Callable[..., CudaOps], dtype: str) -> None:
+    check_subjects("cuda", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
 
 
 # --- results that wait -----------------------------------------------------------------------------------------------
@@ -225,44 +216,11 @@ def test_a_stack_is_aligned_whatever_the_sizes(make: Callable[..., CudaOps]) -> 
 # --- logits ----------------------------------------------------------------------------------------------------------
 
 
-@FEW
-@given(
-    seed=st.integers(0, 2**16),
-    count=st.integers(1, 3),
-    vocab=st.integers(2, 60),
-    levels=st.integers(1, 6),
-    data=st.data(),
-)
-def test_logits_full_and_pruned(
-    make: Callable[..., CudaOps], seed: int, count: int, vocab: int, levels: int, data: st.DataObject
-) -> None:
-    """Few different values, so that equals abound: each view beside that of the reference over the same bits."""
-    rng = np.random.default_rng(seed)
-    weight = torch.tensor(rng.integers(0, levels, (vocab, 3)), dtype=torch.float32)
-    x = torch.tensor(rng.integers(-2, 3, (count, 3)), dtype=torch.float32)  # all products are exact
-    reference, ops = ReferenceOps(torch.float32), make()
-    tokens = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=8))
-    more = data.draw(st.lists(st.integers(0, vocab - 1), max_size=5))
-    picked = rng.integers(0, vocab, count).tolist()
-    held, y = ops.weight(weight), x.to(ops.device.place)
-    base = reference.head_rows(weight, tokens), ops.head_rows(held, tokens)
-    wider = reference.head_rows(weight, more, base[0]), ops.head_rows(held, more, base[1])
-    again = reference.head_rows(weight, tokens[:1] + more, wider[0]), ops.head_rows(held, tokens[:1] + more, wider[1])
-    assert wider[1].tokens == again[1].tokens == tuple(sorted({*tokens, *more}))
-    assert wider[1].parts[0] is base[1].parts[0]
-    pairs = [(reference.head(x, weight), ops.head(y, held))]
-    pairs += [(reference.pruned_head(x, a), ops.pruned_head(y, b)) for a, b in (base, wider)]
-    for theirs, ours in pairs:
-        assert len(ours) == count
-        assert ours.argmax() == theirs.argmax()
-        assert np.array_equal(ours.rows(), theirs.rows())
-        assert ours.rows().dtype == np.float32
-        for k in (1, 2, vocab, vocab + 3):
-            assert ours.topk(k) == theirs.topk(k)
-        assert ours.gather(picked) == theirs.gather(picked)
-        assert ours.gather(picked[:1]) == theirs.gather(picked[:1])
-        assert ours.gather([]) == []
-        assert np.allclose(ours.logsumexp(), theirs.logsumexp(), rtol=1e-5, atol=1e-5)
+@settings(max_examples=8)
+@given(case=exact_heads())
+def test_logits_full_and_pruned(make: Callable[..., CudaOps], case: Any) -> None:
+    ops = make()
+    check_logits(ops, case[0].to(ops.device.place), case, 1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -278,107 +236,8 @@ def test_a_row_that_is_not_finite_has_no_best_token(make: Callable[..., CudaOps]
 
 
 @pytest.mark.sample
-def test_arrays_of_another_backend_are_refused(make: Callable[..., CudaOps]) -> None:
-    reference, ops = ReferenceOps(torch.float32), make()
-    weight = torch.ones(4, 3)
-    for call in (
-        lambda: ops.array(reference.hidden(weight)),
-        lambda: ops.hidden(weight).join([reference.hidden(weight)]),
-        lambda: ops.pruned_head(weight, reference.head_rows(weight, [1])),
-    ):
-        with pytest.raises(ContractError, match="another backend"):
-            call()
+def test_arrays_that_do_not_fit_are_refused(make: Callable[..., CudaOps]) -> None:
+    ops = make()
+    refuses_arrays_of_another_backend(ops, torch.ones(1, 3, device=ops.device.place))
     with pytest.raises(ContractError, match="token 4 of row 1 is not in the vocabulary"):
-        ops.embed(ops.weight(weight), [0, 4])
-    assert isinstance(ops.head(ops.weight(weight).tensor, ops.weight(weight)), CudaLogits)
-
-
-# --- kernels of this layer -------------------------------------------------------------------------------------------
-
-
-@FEW
-@given(count=st.integers(1, 16), hidden=st.integers(1, 70), seed=st.integers(0, 99), data=st.data())
-def test_embedding_by_ids_on_the_device(
-    device: torch.device, count: int, hidden: int, seed: int, data: st.DataObject
-) -> None:
-    """Strided tables too; an id that is none gives row 0 and reads nothing outside."""
-    count = min(count, 4)
-    table = torch.randn(9, hidden + 3, generator=torch.Generator().manual_seed(seed)).to(device)[:, 1 : hidden + 1]
-    ids = torch.tensor(data.draw(st.lists(st.integers(-2, 10), min_size=count, max_size=count)), dtype=torch.int32)
-    got = rows.embed(table, ids.to(device))
-    known = torch.where((ids >= 0) & (ids < 9), ids, 0).to(device)
-    assert torch.equal(got, table[known.long()])
-
-
-@FEW
-@given(
-    count=st.integers(1, 3),
-    heads_=st.integers(0, 3),
-    left=st.integers(1, 40),
-    right=st.integers(1, 9),
-    step=st.integers(1, 2),
-)
-def test_activations_side_by_side(
-    device: torch.device, count: int, heads_: int, left: int, right: int, step: int
-) -> None:
-    """With and without a head axis, and every second value only, as interleaved rotary pairs are taken apart."""
-    middle = (heads_,) if heads_ else ()
-    a, b = (torch.randn(count, *middle, step * size + 2, device=device) for size in (left, right))
-    a, b = a[..., 1 : 1 + step * left : step], b[..., : step * right : step]
-    assert torch.equal(rows.concat(a, b), torch.cat([a, b], dim=-1))
-
-
-@settings(max_examples=20)
-@given(
-    groups=st.integers(1, 4),
-    each=st.integers(2, 6),
-    data=st.data(),
-    seed=st.integers(0, 2**16),
-    scores=st.sampled_from(["softmax", "sigmoid"]),
-    normalised=st.booleans(),
-    biased=st.booleans(),
-    levels=st.sampled_from([0, 3]),
-)
-def test_the_choice_of_experts(
-    device: torch.device,
-    groups: int,
-    each: int,
-    data: st.DataObject,
-    seed: int,
-    scores: Literal["softmax", "sigmoid"],
-    normalised: bool,
-    biased: bool,
-    levels: int,
-) -> None:
-    """Beside torch; ``levels`` of few values, so that equals abound and the lower id has to win."""
-    kept = data.draw(st.integers(1, groups))
-    routing = Routing(
-        top_k=data.draw(st.integers(1, kept * each)),
-        scores=scores,
-        normalised=normalised,
-        scale=1.5,
-        groups=groups,
-        kept_groups=kept,
-    )
-    rng = np.random.default_rng(seed)
-    shape = (2, groups * each)
-    raw = rng.integers(-levels, levels + 1, shape) if levels else rng.standard_normal(shape)
-    logits = torch.tensor(raw, dtype=torch.float32, device=device)
-    bias = torch.tensor(rng.integers(-2, 3, shape[1]) / 4, dtype=torch.float32, device=device) if biased else None
-    ids, weights = route.choose(logits, routing, bias)
-    wanted, shares = route.choose_reference(logits, routing, bias)
-    assert torch.allclose(weights, shares, rtol=1e-5, atol=1e-7)
-    if levels or torch.equal(ids, wanted):
-        assert torch.equal(ids, wanted)
-    else:  # sums of two scores within a rounding of each other
-        assert groups > 1
-
-
-def test_a_nan_names_experts_that_exist(device: torch.device) -> None:
-    logits = torch.full((2, 7), float("nan"), device=device)
-    for routing in (
-        Routing(top_k=3, scores="softmax", normalised=True),
-        Routing(top_k=3, scores="sigmoid", normalised=True, groups=7, kept_groups=3),
-    ):
-        ids, _ = route.choose(logits, routing)
-        assert bool(((ids >= 0) & (ids < 7)).all())
+        ops.embed(ops.weight(torch.ones(4, 3)), [0, 4])

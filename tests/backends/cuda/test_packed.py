@@ -14,7 +14,7 @@ from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
 from specdec.checkpoints.quantised import fp4
 from specdec.errors import ShapeError, UnsupportedError
-from tests.backends.cuda.dense import FORMS, weight_of
+from tests.backends.cuda.kernel_runs import FORMS, weight_of
 
 pytestmark = pytest.mark.interpreter
 

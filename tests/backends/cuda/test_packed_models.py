@@ -113,7 +113,7 @@ def test_a_packed_model_is_its_decoded_twin_in_less_memory(
     assert sum(weight.nbytes for weight in packed) <= most * decoded
 
 
-@pytest.mark.parametrize("family", [*list(STORED)[:2], pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", list(STORED)[:2])  # a format each
 def test_speculation_over_packed_weights_has_the_bits_of_plain_decoding(
     built: Callable[..., Any], folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], family: str
 ) -> None:

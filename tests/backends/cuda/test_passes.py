@@ -14,6 +14,7 @@ from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Needs
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
 from tests import tiny
+from tests.backends import families
 from tests.backends.cuda.fake import CaptureRefused, FakeDevice
 from tests.backends.cuda.test_models import TINY
 
@@ -223,35 +224,12 @@ def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., A
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 
-def best(logits: Any, drafted: Sequence[int]) -> int:
-    """The choice that makes ``draft_mtp`` go step by step."""
-    return int(logits.argmax()[0])
-
-
 def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., Any]) -> None:
-    """Several pairs and depths after each other; graphs are made per number of pairs and per number of steps."""
+    """Graphs are made per number of pairs and per number of steps."""
     target = build(**HEAD)
-    states = [target.new_state(40, Needs(mtp=True)) for _ in range(2)]
-    for state in states:
-        target.prefill(state, list(range(20, 32)))
-    at, length = 32, 11  # of pairs in the cache
-    for rows, depth in ((1, 1), (3, 2), (2, 3), (1, 3)):
-        for state in states if length > 11 else ():
-            target.decode(state, range(at, at + rows))
-            target.commit(state, rows)
-        at, length = at + rows, length + rows
-        ours, theirs = (
-            target.draft_mtp(state, at, depth, choose=choose)
-            for state, choose in zip(states, (None, best), strict=True)
-        )
-        assert ours == theirs
-        assert len(ours) == depth
-        assert [(state.pairs.fed, state.pairs.waiting) for state in states] == [(length, 0)] * 2
-        held = [state.mtp.save() for state in states]
-        assert held[0]["keys"].shape[0] == length + depth - 1
-        tiny.assert_same_bits(*held)
+    families.check_drafts(target, [(1, None, 3), (2, None, 1), (3, None, 1)])
     (drafts,) = target._mtp_passes._drafts.values()
-    assert (sorted(drafts.firsts), sorted(drafts.rests)) == ([(1, 64), (2, 64), (3, 64)], [(1, 64), (2, 64)])
+    assert (sorted(drafts.firsts), sorted(drafts.rests)) == ([(1, 64), (3, 64)], [(1, 64), (2, 64)])
 
 
 def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[..., Any]) -> None:
@@ -259,22 +237,7 @@ def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[
     target = build(**HEAD)
     base = target.draft_head(range(0, 120, 3))
     heads = [base, base.extended([1, 2, 100]), base.extended([7, 50])]
-    states = [target.new_state(40, Needs(mtp=True)) for _ in range(2)]
-    for state in states:
-        target.prefill(state, list(range(20, 32)))
-    found = []
-    for at in range(4):
-        for head in heads:
-            drafts = [
-                target.draft_mtp(state, 32 + at, 3, choose=choose, head=head)
-                for state, choose in zip(states, (None, best), strict=True)
-            ]
-            assert drafts[0] == drafts[1]
-            assert set(drafts[0]) <= set(head.tokens)
-            found.append(drafts[0])
-            for state in states:
-                target.decode(state, [32 + at])
-                target.commit(state, 1)
+    found = families.check_drafts(target, [(2, head, 1) for head in (*heads, *heads)])
     assert len(set(found)) > 1
     assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
 
@@ -299,7 +262,7 @@ def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any
         target.prefill(state, [1, 2, 3])
     (first,) = target.draft_mtp(states[2], 2, 1)
     embedding.tensor[first] = float("nan")  # in place: graphs hold its address
-    for state, choose in zip(states, (None, best), strict=False):
+    for state, choose in zip(states, (None, families.best), strict=False):
         with pytest.raises(ContractError, match="not finite"):
             target.draft_mtp(state, 2, 3, choose=choose)
         assert (state.mtp.length, state.pairs.fed) == (4, 3)

@@ -17,8 +17,8 @@ from specdec.backends.cuda.kernels import noise
 from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Choosing, Context, Sampling
 from specdec.sampling import Purpose, Rows, gumbel, survivors
-from tests.backends.cuda.dense import mutated, only_interpreted, poisoned
 from tests.backends.cuda.fake import FakeDevice
+from tests.backends.cuda.kernel_runs import mutated, only_interpreted, poisoned
 
 pytestmark = pytest.mark.interpreter
 

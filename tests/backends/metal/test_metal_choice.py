@@ -4,81 +4,65 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 
 import specdec
 from specdec import pipeline
-from specdec.backends import Backend
 from specdec.backends import choice as backend_choice
 from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.registry import Registry, registry
+from specdec.registry import registry
 
 PROMPT = "The river"
 TOKENS = 56
 
 
-class NotBuilt(Backend):
-    """What stands for a backend that would be built."""
-
-    device, dtypes = "none", ("float32",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def ops(self, dtype: str) -> Any: ...
-
-
 @pytest.fixture
-def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``choice(system, machine, mlx=...)``: the backend of ``auto`` and the notices, nothing being built."""
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``machine(system, processor, mlx=...)``: what this process sees."""
 
-    def choose(system: str, machine: str, *, mlx: bool, name: str = "auto") -> tuple[str, list[str]]:
-        monkeypatch.setattr(platform, "system", lambda: system)
-        monkeypatch.setattr(platform, "machine", lambda: machine)
+    def has(system: str, processor: str, *, mlx: bool) -> None:
         find = importlib.util.find_spec
 
-        def find_spec(wanted: str, *rest: Any) -> Any:
-            return (object() if mlx else None) if wanted == "mlx.core" else find(wanted, *rest)
+        def find_spec(name: str, *rest: Any) -> Any:
+            return (object() if mlx else None) if name == "mlx.core" else find(name, *rest)
 
+        monkeypatch.setattr(platform, "system", lambda: system)
+        monkeypatch.setattr(platform, "machine", lambda: processor)
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
-        find_backend = Registry.backend
-
-        def not_built(self: Registry, backend: str, **asked: Any) -> Any:
-            return attrs.evolve(find_backend(self, backend, **asked), factory=lambda config: NotBuilt(backend))
-
-        monkeypatch.setattr(Registry, "backend", not_built)
-        backend, notices = backend_choice.make_backend(name)
-        return backend.name, list(notices)
-
-    return choose
+    return has
 
 
-def test_auto_takes_metal_on_apple_silicon_with_mlx(choice: Any) -> None:
-    assert choice("Darwin", "arm64", mlx=True) == ("metal", [])
-
-
-def test_auto_says_why_it_does_not_on_apple_silicon(choice: Any) -> None:
-    name, notices = choice("Darwin", "arm64", mlx=False)
-    assert name == "cpu"
-    assert len(notices) == 1
-    assert "mlx is not installed" in notices[0]
-    assert "specdec-framework[metal]" in notices[0]
-
-
-@pytest.mark.parametrize(("system", "machine"), [("Linux", "x86_64"), ("Linux", "arm64"), ("Darwin", "x86_64")])
-@pytest.mark.parametrize("mlx", [True, False])
-def test_auto_is_the_cpu_elsewhere_and_says_nothing(choice: Any, system: str, machine: str, mlx: bool) -> None:
-    assert choice(system, machine, mlx=mlx) == ("cpu", [])
-
-
-def test_a_name_is_taken_at_its_word(choice: Any) -> None:
-    assert choice("Linux", "x86_64", mlx=True, name="metal") == ("metal", [])
-    assert choice("Darwin", "arm64", mlx=True, name="cpu") == ("cpu", [])
+@pytest.mark.parametrize(
+    ("system", "processor", "mlx", "chosen"),
+    [
+        ("Darwin", "arm64", True, "metal"),
+        ("Darwin", "arm64", False, "cpu"),
+        ("Linux", "x86_64", True, "cpu"),
+        ("Linux", "arm64", False, "cpu"),
+        ("Darwin", "x86_64", True, "cpu"),
+    ],
+)
+def test_auto_takes_metal_on_apple_silicon_with_mlx(
+    choice: Any, machine: Any, system: str, processor: str, mlx: bool, chosen: str
+) -> None:
+    """Without MLX it says there what is missing; elsewhere it says nothing. A name is taken at its word."""
+    machine(system, processor, mlx=mlx)
+    name, notices = choice()
+    assert name == chosen
+    if (system, processor, mlx) == ("Darwin", "arm64", False):
+        (notice,) = notices
+        assert "mlx is not installed" in notice
+        assert "specdec-framework[metal]" in notice
+    else:
+        assert notices == []
+    assert choice("cpu") == ("cpu", [])
+    if mlx:
+        assert choice("metal") == ("metal", [])
 
 
 def test_metal_by_name_without_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

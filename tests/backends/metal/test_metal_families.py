@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from specdec.backends.metal.arrays import to_host  # noqa: E402
 from specdec.backends.metal.caches import BUCKET, MetalKVCache, MetalLatentCache  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.contract import Choosing, Context, Drafter, Needs, Parity  # noqa: E402
+from specdec.contract import Choosing, Context, Drafter, Parity  # noqa: E402
 from specdec.errors import ContractError  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.backends import families  # noqa: E402
+from tests.backends.families import VOCAB, arrays  # noqa: E402
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, ngram, oracle, partly_right, random  # noqa: E402
 from tests.selection import cases  # noqa: E402
 from tests.tiny_families import SHAPES  # noqa: E402
 
-VOCAB = 277
 ALL = {**SHAPES, "qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": {"plain": {}}}
 TRIED = {  # the shape with most branches of each family
     "qwen3_5": {
@@ -80,16 +78,6 @@ def metal(checkpoint: Callable[..., pathlib.Path]) -> Targets:
     return get
 
 
-def on_host(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of the arrays of a snapshot."""
-    return {name: to_host(array) if isinstance(array, mx.array) else array.clone() for name, array in found.items()}
-
-
-def arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
-    """As ``tiny.state_arrays``, on the host."""
-    return on_host(tiny.state_arrays(target, state))
-
-
 def poison(state: Any) -> None:
     """NaN into all rows of keys and values that are not committed."""
     for cache in state.caches:
@@ -105,30 +93,7 @@ def poison(state: Any) -> None:
 def test_hidden_states_at_boundaries_are_those_of_the_reference(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:
-    """The same numbers, and the same bits in a block as row by row where rows are exact."""
-    target, reference = metal(family), tiny.make_target(checkpoint(family, **TRIED[family]))
-    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1))
-    tokens = [(7 * i + 3) % VOCAB for i in range(12)]
-
-    def states_of(model: Any, blocks: list[int]) -> list[np.ndarray]:
-        state, at = model.new_state(64, needs), 8
-        outputs = [model.prefill(state, tokens[:8])]
-        for rows in blocks:
-            outputs.append(model.decode(state, tokens[at : at + rows]))
-            model.commit(state, rows)
-            at += rows
-        parts = [[output.hidden, *output.boundaries.values()] for output in outputs]
-        return [
-            np.concatenate([model.ops.to_host(model.ops.array(part)).numpy() for part in column])
-            for column in zip(*parts, strict=True)
-        ]
-
-    whole, single, wanted = states_of(target, [4]), states_of(target, [1, 1, 1, 1]), states_of(reference, [4])
-    assert len(whole) == len(wanted) == target.info.layers + 2
-    for ours, alone, theirs in zip(whole, single, wanted, strict=True):
-        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
-        if target.info.parity is Parity.BITWISE:
-            assert (ours == alone).all()
+    families.check_hidden_states(metal(family), tiny.make_target(checkpoint(family, **TRIED[family])), prefilled=8)
 
 
 @pytest.mark.parametrize(
@@ -142,24 +107,8 @@ def test_hidden_states_at_boundaries_are_those_of_the_reference(
 def test_logits_are_those_of_the_torch_reference(
     checkpoint: Callable[..., pathlib.Path], family: str, shape: str
 ) -> None:
-    """A prompt, a pass of several rows that is cut, a pass of one row, and the head's own logits."""
     folder = checkpoint(family, **ALL[family][shape])
-    tokens = [(7 * i + 3) % VOCAB for i in range(40)]
-    found = []
-    for target in (tiny.make_target(folder), tiny.make_target(folder, ops=MetalOps(mx.float32))):
-        state = target.new_state(64, tiny.needs_of(target))
-        target.prefill(state, tokens[:30])
-        logits = [target.decode(state, tokens[30:36]).need_logits().rows().copy()]
-        target.commit(state, 3)
-        logits.append(target.decode(state, tokens[33:34]).need_logits().rows().copy())
-        target.commit(state, 1)
-        if target.info.mtp_layers:
-            steps: list[Any] = []
-            target.draft_mtp(state, tokens[34], 2, choose=lambda step, _, steps=steps: steps.append(step.rows()) or 5)
-            logits += [step.copy() for step in steps]
-        found.append(np.concatenate(logits))
-    assert np.ptp(found[0]) > 5
-    assert np.abs(found[0] - found[1]).max() <= 1e-4
+    families.check_logits(tiny.make_target(folder, ops=MetalOps(mx.float32)), tiny.make_target(folder), 1e-4)
 
 
 @exact
@@ -200,23 +149,9 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("family", few)
 def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, family: str, dtype: str) -> None:
-    """None to all of 5, the bits right after the commit and the logits of the pass after it; stale rows are NaN."""
-    target, prompt, depth = metal(family, dtype), (3, 1, 4, 1, 5), 5
+    target = metal(family, dtype)
     assert probe_rows(target) is None
-    truth = [*prompt, *tiny.plain_run(target, prompt, depth + 5)]
-    at = len(prompt)
-    for accepted in range(depth + 1):
-        state = tiny.held(target, prompt)
-        poison(state)
-        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
-        target.decode(state, [truth[at - 1], *drafted])
-        target.commit(state, accepted + 1)
-        wanted = tiny.held(target, prompt, truth[at : at + accepted + 1])
-        tiny.assert_same_bits(arrays(target, state), arrays(target, wanted))
-        poison(state)
-        following = truth[at + accepted : at + accepted + 4]
-        ours, theirs = (target.decode(s, following).need_logits().rows() for s in (state, wanted))
-        assert np.array_equal(ours, theirs)
+    families.check_accept_counts(target, (3, 1, 4, 1, 5), 5, poison)
 
 
 @exact
@@ -224,23 +159,11 @@ def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, fami
 @given(data=st.data())
 @settings(max_examples=FEW)
 def test_a_chain_drafts_what_the_steps_draft(family: str, metal: Targets, data: st.DataObject) -> None:
-    """Full and pruned heads, 1 to 8 waiting pairs, one draft after the other; then the state goes on."""
-    target, prompt = metal(family), (3, 1, 4, 1, 5)
-    truth = [*prompt, *tiny.plain_run(target, prompt, 30)]
-    head = target.draft_head(range(0, VOCAB, 2)).extended([3, 9, 27]) if data.draw(st.booleans()) else None
-    states = [tiny.held(target, prompt) for _ in range(2)]
-    at = len(prompt)
-    for _ in range(data.draw(st.integers(1, 3))):
-        depth, kept = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
-        drafts = []
-        for state, choose in zip(states, (None, lambda logits, drafted: logits.argmax()[0]), strict=True):
-            drafts.append(target.draft_mtp(state, truth[at - 1], depth, head=head, choose=choose))
-            target.decode(state, truth[at - 1 : at - 1 + kept])
-            target.commit(state, kept)
-        assert drafts[0] == drafts[1]
-        assert len(drafts[0]) == depth
-        at += kept
-    tiny.assert_same_bits(*(on_host(target.snapshot(state).arrays) for state in states))
+    """Full and pruned heads, 1 to 4 waiting pairs, one draft after the other; then the state goes on."""
+    target = metal(family)
+    head = target.draft_head(range(0, VOCAB, 2)).extended([3, 9, 27])
+    drafts = st.tuples(st.integers(1, 6), st.sampled_from([None, head]), st.integers(1, 4))
+    families.check_drafts(target, data.draw(st.lists(drafts, min_size=1, max_size=3)))
 
 
 def test_a_chain_refuses_what_it_cannot_draft(metal: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,26 +183,7 @@ def test_a_chain_refuses_what_it_cannot_draft(metal: Targets, monkeypatch: pytes
 @exact
 @pytest.mark.parametrize("family", few)
 def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, family: str) -> None:
-    target, prompt = metal(family), tuple(range(40, 52))
-    truth = [*prompt, *tiny.plain_run(target, prompt, 12)]
-    state = tiny.held(target, prompt, truth[len(prompt) :][:9])
-    taken = target.snapshot(state)
-    then = on_host(taken.arrays)
-    reached = target.rewind(state, len(prompt) + 2)
-    assert reached <= len(prompt) + 2
-    poison(state)
-    again = target.restore(target.snapshot(state), tiny.needs_of(target))
-    for one in (state, again):
-        for token in truth[reached : len(prompt) + 5]:
-            target.decode(one, [token])
-            target.commit(one, 1)
-    wanted = tiny.held(target, prompt, truth[len(prompt) :][:6])
-    for one in (state, again):
-        tiny.assert_same_bits(arrays(target, one), arrays(target, wanted))
-    restored = target.snapshot(
-        target.restore(taken, tiny.needs_of(target))
-    ).arrays  # what the original did since left no trace in it
-    tiny.assert_same_bits(on_host(restored), then)
+    families.check_rewind(metal(family), tuple(range(40, 52)), 9, poison)
 
 
 @exact
@@ -288,21 +192,8 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
 def test_sessions_fork_save_and_load(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path, family: str, dtype: str
 ) -> None:
-    target, prompt = metal(family, dtype), [9, 8, 9, 8, 7]
-    truth = tiny.plain_run(target, prompt, 24)
-    lm = tiny.make_lm(checkpoint(family, **TRIED[family]), target, lambda env: mtp(Case([], env, [])))
-    session = lm.session()
-    assert session.generate(prompt, max_new_tokens=7, ignore_eos=True).tokens == truth[:7]
-    session.save(tmp_path / "session.safetensors")
-    loaded, fork = lm.session(), session.fork()
-    loaded.load(tmp_path / "session.safetensors")
-    held = [on_host(target.snapshot(one._sequence.state).arrays) for one in (session, loaded, fork)]
-    assert any(name.startswith("mtp.") for name in held[0])
-    for other in held[1:]:  # the head's cache and the last hidden state too: wrong ones would only spoil the drafts
-        tiny.assert_same_bits(other, held[0])
-    fork.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True)  # goes its own way
-    for one in (session, loaded):
-        assert one.generate(max_new_tokens=17, ignore_eos=True).tokens == truth[7:]
+    file, folder = tmp_path / "session.safetensors", checkpoint(family, **TRIED[family])
+    families.check_sessions(metal(family, dtype), folder, [9, 8, 9, 8, 7], (7, 17), file)
 
 
 @exact

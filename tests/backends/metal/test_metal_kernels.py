@@ -20,7 +20,7 @@ from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
 from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec  # noqa: E402
 from specdec.backends.metal.quantised import PackedMatrix  # noqa: E402
-from tests.backends.metal import oracle  # noqa: E402
+from tests.backends import oracle  # noqa: E402
 from tests.backends.metal.kernel_runs import (  # noqa: E402
     CONTRACTED,
     EMULATED,

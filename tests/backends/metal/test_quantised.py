@@ -30,7 +30,7 @@ from specdec.models.loading import load_target  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from specdec.testing import OpsSubject, Subject, check_subjects  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.backends.metal.oracle import to_host  # noqa: E402
+from tests.backends.oracle import to_host  # noqa: E402
 from tests.checkpoints.quantised import mlx_layout  # noqa: E402
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT  # noqa: E402
 from tests.selection import cases  # noqa: E402

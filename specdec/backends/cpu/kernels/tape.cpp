@@ -3,7 +3,6 @@
 // An argument is value + slots[slot]: a constant plus a slot that the caller fills before each pass (addresses of
 // caches and outputs, lengths). slots[0] is 0.
 
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -100,13 +99,9 @@ Caller caller_of(const char* signature, bool has_result) {
     return nullptr;
 }
 
-INLINE int64_t nanoseconds() {
-    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-}
-
 // Runs the steps in order. A step that returns a number >= 0 has failed: the run ends and gives its index; -1
-// otherwise. `spent` may be null; otherwise the time of step i is added to spent[i], in nanoseconds.
-int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots, int64_t* spent) {
+// otherwise.
+int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots) {
     int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
     const auto value = [&](const Argument& a) { return slots[a.slot] + a.value; };
     for (int64_t s = 0; s < count; ++s) {
@@ -122,9 +117,7 @@ int64_t run(const Step* steps, int64_t count, const Argument* arguments, const i
             for (int64_t j = 0; j < a.value % 256; ++j) room[tables][j] = value(entries[j]);
             values[i] = reinterpret_cast<int64_t>(room[tables++]);
         }
-        const int64_t before = spent ? nanoseconds() : 0;
         const int64_t result = reinterpret_cast<Caller>(step.caller)(reinterpret_cast<void*>(step.function), values);
-        if (spent) spent[s] += nanoseconds() - before;
         if (result >= 0) return s;
     }
     return -1;
@@ -134,7 +127,6 @@ struct Program {
     const Step* steps;
     int64_t count;
     const Argument* arguments;
-    int64_t* spent;
 };
 
 // Runs a pass of `rows` rows and then depth - 1 passes of one row, each followed by `best`, which writes the token for
@@ -144,10 +136,8 @@ struct Program {
 // negative (no token is allowed, or the logits were not finite) or its pass failed. Slots of lengths are advanced for
 // every pass that was followed by another.
 int64_t chain(const Program& first, const Program& next, const Program& best, int64_t* slots, int64_t caches,
-              int64_t rows, int64_t depth, int64_t row_bytes, int64_t* tokens, bool timed) {
-    const auto play = [&](const Program& p) {
-        return run(p.steps, p.count, p.arguments, slots, timed ? p.spent : nullptr);
-    };
+              int64_t rows, int64_t depth, int64_t row_bytes, int64_t* tokens) {
+    const auto play = [&](const Program& p) { return run(p.steps, p.count, p.arguments, slots); };
     slots[ROW] = slots[OUT] + (rows - 1) * row_bytes;
     for (int64_t step = 0;; ++step) {
         if (play(step ? next : first) >= 0) return step;
@@ -172,17 +162,15 @@ EXPORT void* tape_caller(const char* signature, int64_t has_result) {
     return reinterpret_cast<void*>(specdec::caller_of(signature, has_result != 0));
 }
 
-EXPORT int64_t tape_run(const void* steps, int64_t count, const void* arguments, const void* slots, void* spent) {
-    return specdec::run((const specdec::Step*)steps, count, (const specdec::Argument*)arguments, (const int64_t*)slots,
-                        (int64_t*)spent);
+EXPORT int64_t tape_run(const void* steps, int64_t count, const void* arguments, const void* slots) {
+    return specdec::run((const specdec::Step*)steps, count, (const specdec::Argument*)arguments, (const int64_t*)slots);
 }
 
 // `programs`: three, as in chain().
 EXPORT int64_t tape_chain(const void* programs, void* slots, int64_t caches, int64_t rows, int64_t depth,
-                          int64_t row_bytes, void* tokens, int64_t timed) {
+                          int64_t row_bytes, void* tokens) {
     const auto* p = (const specdec::Program*)programs;
-    return specdec::chain(
-        p[0], p[1], p[2], (int64_t*)slots, caches, rows, depth, row_bytes, (int64_t*)tokens, timed != 0);
+    return specdec::chain(p[0], p[1], p[2], (int64_t*)slots, caches, rows, depth, row_bytes, (int64_t*)tokens);
 }
 
 // Copies rows of `bytes` bytes from one stride to another.

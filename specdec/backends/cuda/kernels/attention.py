@@ -270,20 +270,3 @@ def fold(
         num_warps=2 if dim <= 256 else 4,
     )
     return out
-
-
-def attend_reference(
-    q: Tensor, keys: Tensor, values: Tensor, length: int, *, scale: float, gate: Tensor | None = None
-) -> Tensor:
-    """``attend`` over the tensors of a cache ``[capacity, nkv, D]``, in q's precision."""
-    T, nq, dim = q.shape
-    end = length + T
-    k, v = keys[:end].to(q.dtype), values[:end].to(q.dtype)
-    scores = torch.einsum("tkgd,skd->tkgs", q.reshape(T, k.shape[1], -1, dim), k) * scale
-    at = torch.arange(end, device=q.device)
-    future = at > at[length:, None]
-    weights = scores.masked_fill(future[:, None, None], float("-inf")).softmax(-1)
-    out = torch.einsum("tkgs,skd->tkgd", weights, v).reshape(T, nq, -1)
-    if gate is not None:
-        out = out * torch.sigmoid(gate)
-    return out.flatten(1)

@@ -58,12 +58,3 @@ def commit_rows(table: Tensor, kinds: Tensor, rows: int, *, whole: bool = False)
         BLOCK=128,
         num_warps=1,
     )
-
-
-def commit_rows_reference(table: Tensor, kinds: Tensor, rows: int, *, whole: bool = False) -> None:
-    """``commit_rows``, cache by cache on the host."""
-    for cache, kind in enumerate(kinds.tolist()):
-        table[cache, LENGTH.value] += rows
-        if kind == STATES:
-            steps = min(1, rows) if whole else rows
-            table[cache, SLOT.value] = (int(table[cache, SLOT.value]) + steps) % int(table[cache, SLOTS.value])

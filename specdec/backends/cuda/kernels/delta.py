@@ -320,27 +320,6 @@ def _check(x: Tensor, weight: Tensor, taps: int, channels: int) -> None:
         raise ShapeError(f"a convolution of {tuple(x.shape)} by {tuple(weight.shape)} with {taps} taps")
 
 
-def conv_window_reference(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
-    """``conv_window`` with the rows before the pass ``window [taps - 1, C]``, in x's precision."""
-    taps = torch.cat([window, x]).unfold(0, weight.shape[1], 1)  # [T, C, taps]
-    return F.silu((taps * weight).sum(-1))
-
-
-def gated_delta_reference(
-    u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, shape: DeltaShape
-) -> tuple[Tensor, Tensor]:
-    """The recurrence from ``state [Hv, Dk, Dv]`` in u's precision: o ``[T, Hv, Dv]``, states after each row."""
-    q, k, v, g, beta = prepared(u, a, b, a_log, dt_bias, shape)
-    out, states = torch.empty_like(v), []
-    for t in range(u.shape[0]):
-        state = state * g[t].exp()[:, None, None]
-        error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][:, :, None] * error[:, None, :]
-        out[t] = torch.einsum("hkv,hk->hv", state, q[t])
-        states.append(state)
-    return out, torch.stack(states)
-
-
 def prepared(
     u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, shape: DeltaShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -192,15 +192,3 @@ def chunks_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple
     right = torch.cat([beta * v, beta * kept * k], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).contiguous()
     return solved, (q @ k.mT) * decay, kept * q, left * k, kept[..., -1, 0].contiguous()
-
-
-def delta_chunked_reference(
-    u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, shape: DeltaShape
-) -> tuple[Tensor, Tensor]:
-    """``delta_chunked`` from ``state [Hv, Dk, Dv]`` in u's precision: o ``[T, Hv, Dv]`` and the final state."""
-    parts = []
-    for solved, attention, q_in, k_out, last in zip(*chunks_of(*prepared(u, a, b, a_log, dt_bias, shape)), strict=True):
-        delta = solved[..., : shape.value_dim] - solved[..., shape.value_dim :] @ state
-        parts.append((q_in @ state + attention @ delta).transpose(0, 1))
-        state = last[:, None, None] * state + k_out.mT @ delta
-    return torch.cat(parts)[: u.shape[0]], state

@@ -128,14 +128,3 @@ def attend_latent(q: Tensor, rows_in: Tensor, row: Tensor, *, scale: float, valu
         num_stages=1 if q.dtype == torch.float32 else 3,
     )
     return fold(sums, stats, row, most, T, heads, value_dims, q.dtype)
-
-
-def attend_latent_reference(q: Tensor, rows: Tensor, length: int, *, scale: float, value_dims: int) -> Tensor:
-    """``attend_latent`` over the tensor of a cache ``[capacity, D]`` that holds the pass's rows, in q's precision."""
-    T = q.shape[0]
-    end = length + T
-    keys = rows[:end].to(q.dtype)
-    scores = torch.einsum("tnd,sd->tns", q, keys) * scale
-    at = torch.arange(end, device=q.device)
-    weights = scores.masked_fill((at > at[length:, None])[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("tns,sd->tnd", weights, keys[:, :value_dims])

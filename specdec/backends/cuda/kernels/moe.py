@@ -12,13 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.kernels.launch import dtype_of, interpreting, launch, rounded
 from specdec.backends.cuda.kernels.norm import strided
 from specdec.backends.cuda.kernels.packed import DENSE, FP8, Layout, Tile, check_rows, silu_product
-from specdec.backends.cuda.weights import ExpertStack, Weight
+from specdec.backends.cuda.weights import ExpertStack
 from specdec.errors import ShapeError, UnsupportedError
 
 
@@ -257,31 +256,3 @@ def experts(
         num_warps=4,
     )
     return out
-
-
-def experts_reference(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gates: ExpertStack,
-    ups: ExpertStack,
-    downs: ExpertStack,
-    residual: Tensor,
-    *,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-) -> Tensor:
-    """``experts`` in float64, rounded to x's dtype between the products like ``experts``."""
-
-    def expert(row: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-        inner = functional.silu(row.double() @ gate.decode().double().T) * (row.double() @ up.decode().double().T)
-        return (inner.to(x.dtype).double() @ down.decode().double().T).to(x.dtype).double()
-
-    total = residual.double()
-    if shared is not None:
-        share = 1.0 if shared_gate is None else torch.sigmoid(x.double() @ shared_gate.double().T)
-        total = total + share * shared.double()
-    for t, (row, places) in enumerate(zip(x, ids.tolist(), strict=True)):
-        for slot, e in enumerate(places):
-            total[t] += weights[t, slot].double() * expert(row, gates[e], ups[e], downs[e])
-    return total

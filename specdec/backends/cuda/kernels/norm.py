@@ -150,17 +150,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return out
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """``layer_norm`` in float64, not rounded."""
-    return torch.nn.functional.layer_norm(x.double(), x.shape[-1:], weight.double(), bias.double(), eps)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm`` in float64, not rounded."""
-    wide = x.double()
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
-
-
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``rms_norm(x) * silu(z)`` per head of ``x, z [T, heads, D]``: ``[T, heads * D]``, any number of rows."""
     rows, heads, dim = x.shape
@@ -186,11 +175,6 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         OUT=dtype_of(x.dtype),
     )
     return out
-
-
-def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``gated_rms_norm`` in float64, not rounded."""
-    return (rms_norm_reference(x, weight, eps) * torch.nn.functional.silu(z.double())).flatten(1)
 
 
 def strided(x: Tensor) -> tuple[Tensor, int]:

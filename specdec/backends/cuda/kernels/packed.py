@@ -338,11 +338,6 @@ def product(x: Tensor, weight: Weight, size: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def product_reference(x: Tensor, weight: Weight) -> Tensor:
-    """``product`` with a whole weight in float64, not rounded."""
-    return x.double() @ weight.decode().double().T
-
-
 def check_rows(rows: int) -> None:
     """Check that the rows fit one tile. Raises: ShapeError."""
     if not 0 < rows <= MAX_ROWS:

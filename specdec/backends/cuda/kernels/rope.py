@@ -234,18 +234,6 @@ def norm_rope(x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, po
     return out
 
 
-def norm_rope_reference(x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, position: int) -> Tensor:
-    """``norm_rope`` in x's precision, except that angles are always float32 products."""
-    half = inv_freq.shape[0]
-    if weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-    positions = torch.arange(position, position + x.shape[0], dtype=torch.float32, device=x.device)
-    angles = (positions[:, None] * inv_freq.float()).to(x.dtype)[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], dim=-1)
-
-
 def _unit_stride(**arrays: Tensor) -> None:
     for name, array in arrays.items():
         if array.stride(-1) != 1 and array.shape[-1] > 1:

@@ -117,20 +117,3 @@ def choose(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tupl
         GROUPS=triton.next_power_of_2(routing.groups),
     )
     return ids, weights
-
-
-def choose_reference(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``choose`` in torch."""
-    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
-    choice = scores if bias is None else scores + bias
-    if routing.groups > 1:
-        grouped = choice.view(len(logits), routing.groups, -1)
-        worth = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        kept = worth.sort(dim=-1, descending=True, stable=True).indices[:, : routing.kept_groups]
-        open_ = torch.zeros_like(worth, dtype=torch.bool).scatter(1, kept, True)
-        choice = grouped.masked_fill(~open_[:, :, None], float("-inf")).flatten(1)
-    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
-    weights = scores.gather(1, ids)
-    if routing.normalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.int(), weights * routing.scale

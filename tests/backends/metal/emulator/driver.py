@@ -24,7 +24,7 @@ import numpy as np
 from specdec.backends.metal.kernels.kernel import Launch, MslKernel
 from tests.backends.metal.emulator import errors
 from tests.backends.metal.emulator.export import Exported, export
-from tests.backends.metal.emulator.knobs import LANES, ORDERS, Knobs
+from tests.backends.metal.emulator.knobs import ORDERS, Knobs
 from tests.backends.metal.emulator.translate import translate
 from tests.processes import HUNG
 
@@ -63,7 +63,6 @@ _ERRORS = (
     errors.KernelError,
     errors.OutOfBounds,
     errors.Divergence,
-    errors.Race,
     errors.Uninitialised,
     errors.ArithmeticFault,
     errors.ResourceError,
@@ -79,17 +78,12 @@ class _Size(ctypes.Structure):
         return self.x, self.y, self.z
 
 
-class _Tree(ctypes.Structure):
-    _fields_ = [("into", ctypes.c_uint8 * 31), ("source", ctypes.c_uint8 * 31), ("root", ctypes.c_uint8)]
-
-
 class _Knobs(ctypes.Structure):
     _fields_ = [
         ("order", ctypes.c_uint32),
         ("front", ctypes.c_uint32),
         ("seconds", ctypes.c_uint32),
         ("seed", ctypes.c_uint32),
-        ("tree", _Tree),
     ]
 
 
@@ -290,18 +284,11 @@ def _run(
                 a.itemsize,
                 name in outputs,
                 0xFF if name in floats else _INT_POISON,
-                16 if exported.vectors else a.itemsize,
+                a.itemsize,
             )
             for name, a in zip(names, arguments, strict=True)
         )
     )
-    merges = knobs.merges()
-    tree = _Tree(
-        (ctypes.c_uint8 * 31)(*(into for into, _ in merges)),
-        (ctypes.c_uint8 * 31)(*(source for _, source in merges)),
-        merges[-1][0],
-    )
-    assert len(merges) == LANES - 1
     grid = launch.grid
     block = tuple(min(size, limit) for size, limit in zip(launch.threadgroup, grid, strict=True))  # as MLX does
     report = _Report()
@@ -312,7 +299,7 @@ def _run(
             len(arguments),
             ctypes.byref(_Size(*grid)),
             ctypes.byref(_Size(*block)),
-            ctypes.byref(_Knobs(ORDERS.index(knobs.order), knobs.guard == "front", knobs.seconds, knobs.seed, tree)),
+            ctypes.byref(_Knobs(ORDERS.index(knobs.order), knobs.guard == "front", knobs.seconds, knobs.seed)),
             ctypes.byref(report),
         )
     if report.kind:

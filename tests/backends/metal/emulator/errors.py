@@ -45,11 +45,7 @@ class OutOfBounds(KernelError):
 
 
 class Divergence(KernelError):
-    """Threads that should meet in one collective or barrier do not."""
-
-
-class Race(KernelError):
-    """Two threads touch the same threadgroup memory with no barrier in between, and one of them writes."""
+    """Lanes that should meet do not."""
 
 
 class Uninitialised(KernelError):
@@ -61,7 +57,7 @@ class ArithmeticFault(KernelError):
 
 
 class ResourceError(KernelError):
-    """More threadgroup memory or stack than there is."""
+    """More stack than there is."""
 
 
 class Fault(KernelError):

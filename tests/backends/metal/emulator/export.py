@@ -33,14 +33,12 @@ class Exported:
         function: name of the kernel function.
         arguments: its template arguments, "" without any.
         parameters: in the order of their buffers; attributes of the thread follow.
-        vectors: whether it mentions vector types, which need memory aligned to more than an element.
     """
 
     text: str
     function: str
     arguments: str
     parameters: tuple[Parameter, ...]
-    vectors: bool
 
 
 def export(kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> Exported:
@@ -103,11 +101,7 @@ def _export(kernel: MslKernel, specs: tuple[tuple[tuple[int, ...], mx.Dtype], ..
     function, text, *numbers = found[0]
     if tuple(numbers[:6]) != (*launch.grid, *launch.threadgroup):
         raise LaunchError(kernel.name, f"was exported by MLX {mx.__version__} in a format that is not known here")
-    vectors = bool(_VECTOR.search(kernel.source) or _VECTOR.search(kernel.header))
-    return Exported(text, function, _arguments(text, function), _parameters(kernel.name, text, function), vectors)
-
-
-_VECTOR = re.compile(r"\bvec\s*<|\b(?:u?(?:char|short|int|long)|float|half|bfloat|bool)[234]\b")
+    return Exported(text, function, _arguments(text, function), _parameters(kernel.name, text, function))
 
 
 def _arguments(text: str, function: str) -> str:

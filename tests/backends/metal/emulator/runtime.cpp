@@ -1,4 +1,4 @@
-// Runs a kernel: guarded buffers, one fiber per thread, collectives and barriers, and the checks of threadgroup memory.
+// Runs a kernel: guarded buffers, one fiber per thread, and the meetings of lanes.
 #include "runtime.h"
 
 #include <csetjmp>
@@ -34,8 +34,6 @@ namespace {
 constexpr size_t STACK = 128 * 1024;
 constexpr size_t RESERVE = 1 << 20;  // of unmapped addresses on both sides of a buffer
 constexpr unsigned char GUARD = 0xFF;  // NaN in every float type
-constexpr size_t GAP = 1024;           // between two arrays of threadgroup memory
-constexpr size_t ARENA = 256 * 1024;
 
 size_t page() {
   static const size_t bytes = size_t(sysconf(_SC_PAGESIZE));
@@ -45,7 +43,7 @@ size_t whole_pages(size_t bytes) { return (bytes + page() - 1) / page() * page()
 
 // ---------------------------------------------------------------------------------------------------------- fibers
 
-enum class State : uint8_t { READY, COLLECTIVE, BARRIER, DONE };
+enum class State : uint8_t { READY, COLLECTIVE, DONE };
 
 struct Fiber {
   Thread thread;
@@ -65,7 +63,7 @@ char* stacks = nullptr;
 Simdgroup simdgroups[MAX_THREADS / LANES];
 Entry entry_point;
 void* const* arguments;
-unsigned live_threads, at_barrier;
+unsigned live_threads;
 
 #if EMU_OWN_SWITCH
 void* scheduler_pointer;
@@ -211,90 +209,10 @@ struct Mapping {
 };
 
 std::vector<Mapping> mappings;
-Mapping arena;
 
 int64_t element_of(const Mapping& m, int64_t offset) {
   int64_t item = int64_t(m.item);
   return offset >= 0 ? offset / item : -((-offset + item - 1) / item);
-}
-
-// ----------------------------------------------------------------------------------------------- threadgroup memory
-
-struct Array {
-  unsigned id;
-  const char* name;
-  size_t offset, bytes, item;
-};
-
-// Who touched two bytes last. Epochs count barriers and never go back, so that nothing is cleared between threadgroups.
-struct Access {
-  uint32_t epoch, simdgroup_epoch;
-  uint16_t thread;
-  uint64_t pc;
-};
-struct Cell {
-  Access write, reads[2];  // of the reads the two latest by different threads
-};
-
-std::vector<Array> arrays;
-Cell* cells = nullptr;
-size_t arena_used;
-uint32_t epoch = 1, epoch_of_threadgroup = 1;
-
-bool make_arena() {
-  if (arena.base) return true;
-  Buffer buffer{nullptr, ARENA, 1, 1, GUARD, 16};
-  if (!arena.make(buffer, false)) return false;
-  void* made = mmap(nullptr, ARENA / 2 * sizeof(Cell), PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (made == MAP_FAILED) return false;
-  cells = static_cast<Cell*>(made);
-  return true;
-}
-
-bool ordered(const Access& before, const Thread& now) {
-  if (before.epoch < epoch) return true;  // a barrier of the threadgroup stands between
-  if (before.thread == now.index_in_threadgroup) return true;
-  return before.thread / LANES == now.simdgroup_index && before.simdgroup_epoch < now.simdgroup->epoch;
-}
-
-const Array* array_at(size_t offset) {
-  for (const Array& array : arrays)
-    if (offset >= array.offset && offset < array.offset + array.bytes) return &array;
-  return nullptr;
-}
-
-[[noreturn]] void race(const Array& array, size_t offset, const char* now, const char* then, const Access& before,
-                       uint64_t pc) {
-  blame(*running);
-  blame_other(fibers[before.thread]);
-  report->pc = pc;
-  report->other_pc = before.pc;
-  describe(RACE, "%s %s[%zu]{at}, which thread {other} %s{other_at}, with no barrier for threadgroup memory in between",
-           now, array.name, (offset - array.offset) / array.item, then);
-  leave();
-}
-
-bool inside(const void* at, size_t& offset) {
-  auto p = static_cast<const char*>(at);
-  if (p < arena.data || p >= arena.data + ARENA) return false;  // a copy on a thread's own stack
-  offset = size_t(p - arena.data);
-  return true;
-}
-
-const Array& checked_array(size_t offset, size_t bytes, const char* does, uint64_t pc) {
-  const Array* array = array_at(offset);
-  if (array && offset + bytes <= array->offset + array->bytes) return *array;
-  const Array* near = arrays.empty() ? nullptr : &arrays[0];
-  for (const Array& other : arrays)
-    if (other.offset <= offset) near = &other;
-  blame(*running);
-  report->pc = pc;
-  int64_t element = near ? (int64_t(offset) - int64_t(near->offset)) : 0;
-  if (near) element = element >= 0 ? element / int64_t(near->item) : -((-element + int64_t(near->item) - 1) / int64_t(near->item));
-  describe(OUT_OF_BOUNDS, "%s %s[%ld]{at}, an array of %zu in threadgroup memory", does, near ? near->name : "?",
-           long(element), near ? near->bytes / near->item : 0);
-  leave();
 }
 
 // ---------------------------------------------------------------------------------------------------------- signals
@@ -331,9 +249,7 @@ void on_fault(int number, siginfo_t* info, void* context) {
     describe(OUT_OF_BOUNDS, in_data ? "writes the input {buffer}{at}" : "%s {buffer}{at}", does);
     leave();
   }
-  if (at >= arena.base && at < arena.base + arena.reserved)
-    describe(OUT_OF_BOUNDS, "%s far outside threadgroup memory{at}", does);
-  else if (stacks && at >= stacks && at < stacks + MAX_THREADS * STACK)
+  if (stacks && at >= stacks && at < stacks + MAX_THREADS * STACK)
     describe(RESOURCES, "uses more than %zu bytes of stack{at}", STACK - page());
   else
     describe(FAULT, "%s an address that belongs to no buffer{at}", does);
@@ -352,18 +268,12 @@ void on_timer(int, siginfo_t*, void*) {
 
 // -------------------------------------------------------------------------------------------------------- scheduler
 
-const char* waits_in(const Fiber& fiber) { return fiber.state == State::DONE ? "returned" : fiber.kind; }
-
 // Nobody can go on: name two threads that wait for each other.
 [[noreturn]] void stuck() {
   const Fiber* first = nullptr;
   for (unsigned i = 0; i < live_threads && !first; ++i)
     if (fibers[i].state != State::DONE) first = &fibers[i];
-  unsigned from = 0, to = live_threads;
-  if (first->state == State::COLLECTIVE) {  // its simdgroup is incomplete
-    from = first->thread.simdgroup_index * LANES;
-    to = std::min(from + LANES, live_threads);
-  }
+  unsigned from = first->thread.simdgroup_index * LANES, to = std::min(from + LANES, live_threads);
   const Fiber* second = nullptr;
   for (unsigned i = from; i < to && !second; ++i)
     if (&fibers[i] != first && (fibers[i].state != first->state || fibers[i].line != first->line)) second = &fibers[i];
@@ -373,9 +283,8 @@ const char* waits_in(const Fiber& fiber) { return fiber.state == State::DONE ? "
   report->line = first->line;
   bool done = second->state == State::DONE;
   report->other_line = done ? 0 : second->line;
-  describe(DIVERGENCE, "waits in %s{at}, and thread {other} %s%s{other_at}: not all threads of the %s reach the same one",
-           first->kind, done ? "" : "waits in ", done ? "has returned" : waits_in(*second),
-           first->state == State::COLLECTIVE ? "simdgroup" : "threadgroup");
+  describe(DIVERGENCE, "waits in %s{at}, and thread {other} %s%s{other_at}: not all threads of the simdgroup reach the same one",
+           first->kind, done ? "" : "waits in ", done ? "has returned" : second->kind);
   leave();
 }
 
@@ -390,23 +299,6 @@ void check_guards(const Fiber* fiber) {
     describe(OUT_OF_BOUNDS, "writes {buffer}");
     leave();
   }
-  for (size_t at = 0; at < arena_used;) {
-    const Array* array = array_at(at);
-    if (array) {
-      at = array->offset + array->bytes;
-      continue;
-    }
-    if (static_cast<unsigned char>(arena.data[at]) != GUARD) {
-      const Array* near = &arrays[0];
-      for (const Array& other : arrays)
-        if (other.offset <= at) near = &other;
-      if (fiber) blame(*fiber);
-      describe(OUT_OF_BOUNDS, "writes outside the array %s of threadgroup memory, %ld bytes from its start", near->name,
-               long(at) - long(near->offset));
-      leave();
-    }
-    ++at;
-  }
 }
 
 uint32_t product(const Size& size) { return size.x * size.y * size.z; }
@@ -416,14 +308,10 @@ void run_threadgroup(const Size& grid, const Size& block, const Size& at, std::m
   Size size{std::min(block.x, grid.x - at.x * block.x), std::min(block.y, grid.y - at.y * block.y),
             std::min(block.z, grid.z - at.z * block.z)};
   live_threads = product(size);
-  at_barrier = 0;
-  epoch_of_threadgroup = ++epoch;
-  for (const Array& array : arrays) memset(arena.data + array.offset, GUARD, array.bytes);
   unsigned groups = (live_threads + LANES - 1) / LANES;
   for (unsigned g = 0; g < groups; ++g) {
     simdgroups[g].lanes = std::min(LANES, live_threads - g * LANES);
     simdgroups[g].arrived = 0;
-    simdgroups[g].epoch = 1;
   }
   for (unsigned i = 0; i < live_threads; ++i) {
     Thread& t = fibers[i].thread;
@@ -502,100 +390,6 @@ void emu_release() {
   for (unsigned i = 0; i < group.lanes; ++i) first[i].state = State::READY;
 }
 
-void emu_simdgroup_barrier(bool orders_memory, int line) {
-  if (!emu_arrive("simdgroup_barrier", line)) return;
-  if (orders_memory) ++running->thread.simdgroup->epoch;
-  emu_release();
-}
-
-void emu_threadgroup_barrier(bool orders_memory, int line) {
-  Fiber& me = *running;
-  me.kind = "threadgroup_barrier";
-  me.line = line;
-  me.state = State::BARRIER;
-  if (++at_barrier < live_threads) return to_scheduler();
-  for (unsigned i = 0; i < live_threads; ++i) {
-    if (fibers[i].line == line) continue;
-    blame(me);
-    blame_other(fibers[i]);
-    report->line = line;
-    report->other_line = fibers[i].line;
-    describe(DIVERGENCE, "is in threadgroup_barrier{at}, and thread {other} in another one{other_at}");
-    leave();
-  }
-  at_barrier = 0;
-  if (orders_memory) ++epoch;
-  for (unsigned i = 0; i < live_threads; ++i) fibers[i].state = State::READY;
-  to_scheduler();  // the last to come is not the first to go on, unless the order says so
-}
-
-void* emu_threadgroup_memory(unsigned id, size_t bytes, size_t align, size_t item, const char* name) {
-  for (const Array& array : arrays)
-    if (array.id == id) return arena.data + array.offset;
-  size_t total = bytes;
-  for (const Array& array : arrays) total += array.bytes;
-  if (total > THREADGROUP_BYTES)
-    emu_fail(RESOURCES, 0, "needs %zu bytes of threadgroup memory (%s last), and there are %u", total, name,
-             THREADGROUP_BYTES);
-  align = std::max<size_t>(align, 16);
-  size_t offset = (arena_used + GAP + align - 1) / align * align;
-  if (offset + bytes + GAP > ARENA) emu_fail(RESOURCES, 0, "has too many arrays in threadgroup memory");
-  memset(arena.data + arena_used, GUARD, offset + bytes + GAP - arena_used);
-  arena_used = offset + bytes + GAP;
-  arrays.push_back({id, name, offset, bytes, item});
-  return arena.data + offset;
-}
-
-__attribute__((noinline)) void emu_load(const void* at, size_t bytes) {
-  size_t offset;
-  if (!inside(at, offset)) return;
-  auto pc = uint64_t(__builtin_return_address(0));
-  const Array& array = checked_array(offset, bytes, "reads", pc);
-  const Thread& me = running->thread;
-  Access access{epoch, me.simdgroup->epoch, uint16_t(me.index_in_threadgroup), pc};
-  for (size_t c = offset / 2; c <= (offset + bytes - 1) / 2; ++c) {
-    Cell& cell = cells[c];
-    if (cell.write.epoch < epoch_of_threadgroup) {
-      blame(*running);
-      report->pc = pc;
-      describe(UNINITIALISED, "reads %s[%zu]{at}, threadgroup memory that no thread has written", array.name,
-               (offset - array.offset) / array.item);
-      leave();
-    }
-    if (!ordered(cell.write, me)) race(array, offset, "reads", "wrote", cell.write, pc);
-    if (cell.reads[0].thread != access.thread) cell.reads[1] = cell.reads[0];
-    cell.reads[0] = access;
-  }
-}
-
-__attribute__((noinline)) void emu_store(const void* at, size_t bytes) {
-  size_t offset;
-  if (!inside(at, offset)) return;
-  auto pc = uint64_t(__builtin_return_address(0));
-  const Array& array = checked_array(offset, bytes, "writes", pc);
-  const Thread& me = running->thread;
-  Access access{epoch, me.simdgroup->epoch, uint16_t(me.index_in_threadgroup), pc};
-  for (size_t c = offset / 2; c <= (offset + bytes - 1) / 2; ++c) {
-    Cell& cell = cells[c];
-    if (!ordered(cell.write, me)) race(array, offset, "writes", "wrote", cell.write, pc);
-    for (const Access& read : cell.reads)
-      if (!ordered(read, me)) race(array, offset, "writes", "read", read, pc);
-    cell.write = access;
-  }
-}
-
-void emu_fail(uint32_t kind, int line, const char* format, ...) {
-  va_list list;
-  va_start(list, format);
-  report->kind = kind;
-  vsnprintf(report->what, sizeof report->what, format, list);
-  va_end(list);
-  report->line = line;
-  if (!line) report->pc = uint64_t(__builtin_return_address(0));
-  if (running) blame(*running);
-  leave();
-}
-
 // Kernels are compiled with -fsanitize=undefined for the checks below; their handlers are these, not libubsan's.
 namespace {
 [[noreturn]] void undefined(const char* what, uint64_t pc) {
@@ -632,10 +426,8 @@ static int launch(Entry entry, Buffer* buffers, int count, const Size& grid, con
                   bool check_slices) {
   mappings.assign(size_t(count), Mapping());
   std::vector<void*> data;
-  arrays.clear();
-  arena_used = 0;
   running = nullptr;
-  bool made = make_stacks() && make_arena();
+  bool made = make_stacks();
   for (int i = 0; made && i < count; ++i) {
     made = mappings[size_t(i)].make(buffers[i], front);
     data.push_back(mappings[size_t(i)].data);

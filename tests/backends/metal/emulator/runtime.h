@@ -8,7 +8,6 @@ namespace emu {
 constexpr unsigned LANES = 32;
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned VALUE_BYTES = 64;  // the largest operand of a collective
-constexpr unsigned THREADGROUP_BYTES = 32 * 1024;
 
 struct Size {
   uint32_t x, y, z;
@@ -18,7 +17,6 @@ struct Size {
 struct Simdgroup {
   uint32_t lanes;    // threads it has: 32, fewer at the end of a threadgroup
   uint32_t arrived;  // lanes that wait in a collective
-  uint32_t epoch;    // barriers of this simdgroup so far
   uint32_t argument[LANES];
   alignas(64) unsigned char value[LANES][VALUE_BYTES];
   alignas(64) unsigned char result[LANES][VALUE_BYTES];
@@ -32,18 +30,11 @@ struct Thread {
   Simdgroup* simdgroup;
 };
 
-// A reduction: value[into] = value[into] + value[from] in this order; the result is value[root].
-struct Tree {
-  uint8_t into[LANES - 1], from[LANES - 1];
-  uint8_t root;
-};
-
 struct Knobs {
   uint32_t order;    // 0 ascending, 1 descending, 2 random
   uint32_t front;    // 1: unmapped memory stands right before the data, 0: right behind them
   uint32_t seconds;  // of processor time that a run may take
   uint32_t seed;
-  Tree tree;
 };
 
 struct Buffer {
@@ -55,7 +46,7 @@ struct Buffer {
   uint32_t align;    // of the data's end when that stands before unmapped memory
 };
 
-enum Kind : uint32_t { NONE, OUT_OF_BOUNDS, DIVERGENCE, RACE, UNINITIALISED, ARITHMETIC, RESOURCES, FAULT, ENDLESS };
+enum Kind : uint32_t { NONE, OUT_OF_BOUNDS, DIVERGENCE, UNINITIALISED, ARITHMETIC, RESOURCES, FAULT, ENDLESS };
 
 struct Report {
   uint32_t kind;
@@ -74,18 +65,10 @@ using Entry = void (*)(void* const* buffers, const Thread& thread);
 
 extern "C" {
 extern emu::Thread* emu_thread;  // the running thread
-extern emu::Knobs emu_knobs;
 
 // Wait until all lanes of the simdgroup are here. True for the last one, which sets the results and calls emu_release.
 bool emu_arrive(const char* kind, int line);
 void emu_release();
-void emu_threadgroup_barrier(bool orders_memory, int line);
-void emu_simdgroup_barrier(bool orders_memory, int line);
-
-void* emu_threadgroup_memory(unsigned id, size_t bytes, size_t align, size_t item, const char* name);
-void emu_load(const void* at, size_t bytes);
-void emu_store(const void* at, size_t bytes);
-[[noreturn]] void emu_fail(uint32_t kind, int line, const char* format, ...);
 
 int emu_run(emu::Entry entry, emu::Buffer* buffers, int count, const emu::Size* grid, const emu::Size* threadgroup,
             const emu::Knobs* knobs, emu::Report* report);

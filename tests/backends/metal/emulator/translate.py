@@ -1,8 +1,6 @@
-"""Metal source to C++: address spaces and attributes go, threadgroup memory becomes the runtime's.
+"""Metal source to C++: address spaces and attributes go; everything else stays the text that MLX generates.
 
-``threadgroup float s[32]`` becomes a reference to memory that the runtime poisons and watches, and ``threadgroup
-float*`` a pointer to elements that report their reads and writes (``Shared`` in shim.h). Everything else stays the text
-that MLX generates; what Metal's library provides is in shim.h.
+What Metal's library provides is in shim.h.
 """
 
 from __future__ import annotations
@@ -16,18 +14,14 @@ _THREAD = {  # attribute: expression over the thread t
     "thread_position_in_threadgroup": "emu_uint3(t.position_in_threadgroup)",
     "threadgroup_position_in_grid": "emu_uint3(t.threadgroup_position)",
     "threads_per_grid": "emu_uint3(t.threads_per_grid)",
-    "grid_size": "emu_uint3(t.threads_per_grid)",
     "threadgroups_per_grid": "emu_uint3(t.threadgroups_per_grid)",
     "threads_per_threadgroup": "emu_uint3(t.threads_per_threadgroup)",
     "dispatch_threads_per_threadgroup": "emu_uint3(t.dispatched_per_threadgroup)",
     "thread_index_in_threadgroup": "t.index_in_threadgroup",
     "thread_index_in_simdgroup": "t.index_in_simdgroup",
-    "thread_index_in_quadgroup": "t.index_in_simdgroup % 4",
-    "quadgroup_index_in_threadgroup": "t.index_in_threadgroup / 4",
     "simdgroup_index_in_threadgroup": "t.simdgroup_index",
     "simdgroups_per_threadgroup": "t.simdgroups_per_threadgroup",
     "threads_per_simdgroup": "emu::LANES",
-    "thread_execution_width": "emu::LANES",
 }
 
 
@@ -73,7 +67,6 @@ class _Rewriter:
         self._tokens = found
         self._at = 0
         self._out: list[str] = []
-        self._arrays = 0
 
     def run(self) -> list[str]:
         while self._at < len(self._tokens):
@@ -87,7 +80,7 @@ class _Rewriter:
             elif token == "constant":
                 self._constant()
             elif token == "threadgroup":
-                self._threadgroup()
+                raise ForbiddenError(self._kernel, f"uses threadgroup memory (line {token.line})")
             else:
                 self._out.append(token.text)
                 self._at += 1
@@ -115,7 +108,6 @@ class _Rewriter:
 
     def _constant(self) -> None:
         """``constant`` is const; a pointer to it is one to a type of its own."""
-        line = self._tokens[self._at].line
         before = [t for t in self._tokens[max(0, self._at - 4) : self._at] if t.kind != "space"]
         const = "" if before and before[-1] in ("const", "constexpr") else "const "
         self._at += 1
@@ -126,7 +118,7 @@ class _Rewriter:
             gap += token.text
             self._at += 1
             gap += self._space()
-        type_ = self._type(line)
+        type_ = self._type()
         after = self._space()
         if self._next() == "*":
             self._out.append(f"{const}{gap}Constant<{type_}>{after}")
@@ -134,26 +126,7 @@ class _Rewriter:
             self._out.append(const)
             self._at = start
 
-    def _threadgroup(self) -> None:
-        line = self._tokens[self._at].line
-        self._at += 1
-        lead = self._space()
-        while (token := self._next()) is not None and token in ("const", "volatile"):
-            lead += token.text
-            self._at += 1
-            lead += self._space()
-        type_ = self._type(line)
-        gap = self._space()
-        while (token := self._next()) is not None and token == "const":
-            lead = "const " + lead
-            self._at += 1
-            gap += self._space()
-        if token is not None and token in ("*", "&"):
-            self._out.append(f"{lead}Shared<{type_}>{gap}")
-            return
-        self._variables(type_, lead + gap, line)
-
-    def _type(self, line: int) -> str:
+    def _type(self) -> str:
         words = ""
         while (token := self._next()) is not None:
             if token.kind == "name" and (not words or words.endswith("::") or words in ("unsigned", "signed")):
@@ -167,8 +140,6 @@ class _Rewriter:
                 words += self._angles()
             else:
                 break
-        if not words:
-            raise ForbiddenError(self._kernel, f"has a threadgroup declaration without a type (line {line})")
         return words
 
     def _space_if_more(self, words: str) -> None:
@@ -184,28 +155,3 @@ class _Rewriter:
             if depth <= 0:
                 break
         return text
-
-    def _variables(self, type_: str, space: str, line: int) -> None:
-        """``a[4], b[2][8];`` after ``threadgroup float``: a reference for each."""
-        self._out.append("\n" * space.count("\n"))
-        while True:
-            name = self._next()
-            if name is None or name.kind != "name":
-                raise ForbiddenError(self._kernel, f"has a threadgroup declaration that is not clear (line {line})")
-            self._at += 1
-            dimensions, depth = "", 0
-            while (token := self._next()) is not None and not (depth == 0 and token in (",", ";", "=", "(", "{")):
-                depth += (token == "[") - (token == "]")
-                dimensions += token.text
-                self._at += 1
-            if token is None or token not in (",", ";"):
-                raise ForbiddenError(
-                    self._kernel, f"initialises the threadgroup variable {name.text} where it is declared (line {line})"
-                )
-            array = f"{type_}{dimensions}".strip()
-            self._out.append(f'auto& {name.text} = emu_shared<{array}>({self._arrays}, "{name.text}");')
-            self._arrays += 1
-            self._at += 1
-            if token == ";":
-                return
-            self._out.append("\n" * self._space().count("\n"))

@@ -1,16 +1,13 @@
-"""The operations in float64, written from the docstrings of ``specdec.backends.ops`` alone. Nothing here is a test."""
+"""Operations in float64, written from the docstrings of ``specdec.backends.ops`` alone. Nothing here is a test."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
 import numpy as np
 import torch
 
-from specdec.backends.metal.arrays import to_host as _on_host
-from specdec.backends.ops import DeltaShape, Rope, Routing
+from specdec.backends.ops import DeltaShape, Routing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,9 +17,11 @@ if TYPE_CHECKING:
 
 def to_host(array: Any) -> Float64:
     """An array of MLX, torch or numpy as float64."""
-    if isinstance(array, mx.array):
-        array = _on_host(array)
-    return array.double().numpy() if isinstance(array, torch.Tensor) else np.asarray(array, np.float64)
+    if not isinstance(array, (torch.Tensor, np.ndarray)):
+        from specdec.backends.metal.arrays import to_host as from_mlx
+
+        array = from_mlx(array)
+    return array.double().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array, np.float64)
 
 
 def sigmoid(x: Float64) -> Float64:
@@ -33,27 +32,26 @@ def silu(x: Float64) -> Float64:
     return x * sigmoid(x)
 
 
-def swiglu(x: Float64, gate: Float64, up: Float64) -> Float64:
-    return silu(x @ gate.T) * (x @ up.T)
-
-
 def rms_norm(x: Float64, weight: Float64, eps: float) -> Float64:
     normed: Float64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
     return normed
 
 
-def norm_rope(x: Float64, weight: Float64 | None, eps: float, rope: Rope, position: int) -> Float64:
+def layer_norm(x: Float64, weight: Float64, bias: Float64, eps: float) -> Float64:
+    scaled: Float64 = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * weight + bias
+    return scaled
+
+
+def norm_rope(x: Float64, weight: Float64 | None, eps: float, inv_freq: Any, position: int) -> Float64:
+    """Heads ``[T, n, D]``; as in every backend, an angle is a product in float32."""
     if weight is not None:
         x = rms_norm(x, weight, eps)
-    half = len(rope.inv_freq)
-    out = x.copy()
-    for t in range(len(x)):
-        for j, frequency in enumerate(rope.inv_freq):
-            angle = (position + t) * frequency
-            pair = x[t, :, j], x[t, :, half + j]
-            out[t, :, j] = pair[0] * np.cos(angle) - pair[1] * np.sin(angle)
-            out[t, :, half + j] = pair[1] * np.cos(angle) + pair[0] * np.sin(angle)
-    return out
+    half = len(inv_freq)
+    positions = np.arange(position, position + len(x), dtype=np.float32)
+    angles = (positions[:, None] * np.asarray(inv_freq, np.float32)).astype(np.float64)[:, None]
+    left, right = x[..., :half], x[..., half : 2 * half]
+    turned = left * np.cos(angles) - right * np.sin(angles), right * np.cos(angles) + left * np.sin(angles)
+    return np.concatenate([*turned, x[..., 2 * half :]], -1)
 
 
 def attend(q: Float64, keys: Float64, values: Float64, scale: float) -> Float64:
@@ -71,17 +69,16 @@ def attend(q: Float64, keys: Float64, values: Float64, scale: float) -> Float64:
 
 
 def conv_window(x: Float64, weight: Float64) -> Float64:
-    """All rows since the first token."""
+    """The rows of ``x [taps - 1 + T, C]`` behind the first taps - 1: ``[T, C]``."""
     taps = weight.shape[1]
-    padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
-    return silu(np.stack([(padded[t : t + taps].T * weight).sum(1) for t in range(len(x))]))
+    return silu(np.stack([(x[t : t + taps].T * weight).sum(1) for t in range(len(x) - taps + 1)]))
 
 
 def gated_delta(
-    u: Float64, a: Float64, b: Float64, a_log: Float64, dt_bias: Float64, shape: DeltaShape
+    u: Float64, a: Float64, b: Float64, a_log: Float64, dt_bias: Float64, shape: DeltaShape, state: Float64
 ) -> tuple[Float64, Float64]:
-    """All rows since the first token: ``[T, Hv, Dv]``, and the matrix S after them ``[Hv, Dk, Dv]``."""
-    state = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim))
+    """From the matrix ``state [Hv, Dk, Dv]``: ``[T, Hv, Dv]``, and the matrix after each row ``[T, Hv, Dk, Dv]``."""
+    state, states = state.copy(), []
     out = np.zeros((len(u), shape.value_heads, shape.value_dim))
     keys = shape.key_heads * shape.key_dim
     for t, row in enumerate(u):
@@ -94,26 +91,24 @@ def gated_delta(
             error = sigmoid(b[t, h]) * (v[h] - state[h].T @ k[key])
             state[h] += np.outer(k[key], error)
             out[t, h] = state[h].T @ q[key] * shape.key_dim**-0.5
-    return out, state
+        states.append(state.copy())
+    return out, np.stack(states)
 
 
-def route(x: Float64, weight: Float64, routing: Routing, bias: Float64 | None) -> tuple[Float64, Float64, float]:
-    """Ids ``[T, k]``, weights ``[T, k]`` and the smallest gap on which a choice hung."""
-    logits = x @ weight.T
+def route(logits: Float64, routing: Routing, bias: Float64 | None) -> tuple[Float64, Float64, float]:
+    """Ids ``[T, k]``, weights ``[T, k]`` and the smallest gap on which a choice hung, ties aside."""
     if routing.scores == "sigmoid":
         scores = sigmoid(logits)
     else:
         scores = np.exp(logits - logits.max(1, keepdims=True))
         scores /= scores.sum(1, keepdims=True)
-    choice = scores if bias is None else scores + bias
-    gap = np.inf
+    choice, gap = scores if bias is None else scores + bias, np.inf
     if routing.groups > 1:
-        grouped = choice.reshape(len(x), routing.groups, -1)
-        worth = np.sort(grouped, axis=-1)[..., -2:].sum(-1)
-        kept, gap = _best(worth, routing.kept_groups)
+        grouped = choice.reshape(len(logits), routing.groups, -1)
+        groups, gap = _best(np.sort(grouped, axis=-1)[..., -2:].sum(-1), routing.kept_groups)
         masked = np.full_like(grouped, -np.inf)
-        for t, groups in enumerate(kept):
-            masked[t, groups] = grouped[t, groups]
+        for t, kept in enumerate(groups):
+            masked[t, kept] = grouped[t, kept]
         choice = masked.reshape(choice.shape)
     ids, nearest = _best(choice, routing.top_k)
     weights = np.take_along_axis(scores, ids, 1)
@@ -126,25 +121,5 @@ def _best(values: Float64, count: int) -> tuple[NDArray[np.int64], float]:
     order = np.argsort(-values, axis=1, kind="stable")
     ranked = np.take_along_axis(values, order, 1)[:, : count + 1]
     gaps = -np.diff(ranked, axis=1)
+    gaps = gaps[np.isfinite(gaps) & (gaps > 0)]
     return order[:, :count], float(gaps.min()) if gaps.size else np.inf
-
-
-def moe(
-    x: Float64,
-    ids: NDArray[np.int64],
-    weights: Float64,
-    experts: Sequence[Sequence[Float64]],
-    residual: Float64,
-    shared: Sequence[Float64] | None,
-    shared_gate: Float64 | None,
-) -> Float64:
-    gates, ups, downs = experts
-    out = residual.copy()
-    for t in range(len(x)):
-        for expert, weight in zip(ids[t], weights[t], strict=True):
-            out[t] += weight * (swiglu(x[t : t + 1], gates[expert], ups[expert]) @ downs[expert].T)[0]
-    if shared is not None:
-        gate, up, down = shared
-        share = 1.0 if shared_gate is None else sigmoid(x @ shared_gate.T)
-        out = out + share * (swiglu(x, gate, up) @ down.T)
-    return out

@@ -1,0 +1,595 @@
+"""Kernels over rows: norms, elementwise operations, products, experts and the choice of them.
+
+Values are within a derived bound of float64, over memory that holds NaN behind the rows; the bits of a row do not
+depend on the other rows; changed kernels are noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from specdec.backends.cuda import products, prompts
+from specdec.backends.cuda.kernels import commit, moe, norm, packed, route, rows
+from specdec.backends.cuda.kernels.launch import LENGTH, SLOT, SLOTS
+from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Weight, fuse, runs
+from specdec.backends.ops import Routing
+from specdec.errors import ShapeError
+from tests.backends import oracle
+from tests.backends.cuda.kernel_runs import (
+    DTYPES,
+    FORMS,
+    ROUNDING,
+    UNIT,
+    close,
+    first_rows,
+    mutated,
+    only_interpreted,
+    poisoned,
+    product_bound,
+    program_order,
+    rows_of,
+    same_for_any_rows,
+    weight_of,
+)
+
+pytestmark = pytest.mark.interpreter
+
+EPS = 1e-6
+
+
+# --- norms and elementwise operations --------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A kernel over rows ``x [T, K]``.
+
+    Attributes:
+        run: the wrapper, in this module or in a mutant of it.
+        reference: the values in float64.
+        scale: the magnitudes that rounding errors are relative to; the values themselves by default.
+    """
+
+    module: ModuleType
+    run: Callable[[Any, Tensor], Tensor]
+    reference: Callable[[Tensor], Tensor]
+    scale: Callable[[Tensor, Tensor], Tensor] = lambda x, expected: expected
+    mutants: tuple[tuple[str, str], ...] = ()
+
+
+def _vector(x: Tensor, seed: int, share: int = 1) -> Tensor:
+    return (torch.rand(x.shape[1] // share, generator=torch.Generator().manual_seed(seed)) + 0.5).to(x.device)
+
+
+def _halves(x: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
+    """Two strided views ``[T, heads, K / 2 / heads]`` of x."""
+    first, second = x.view(len(x), 2, heads, -1).unbind(1)
+    return first, second
+
+
+def _flat(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+
+
+def _table(x: Tensor) -> Tensor:
+    return (torch.rand(40, x.shape[1], generator=torch.Generator().manual_seed(3)) + 0.5).to(x.device, x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def _gated(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    return (_normed(x, weight) * functional.silu(z.double())).flatten(1)
+
+
+CASES: dict[str, Case] = {
+    "rms norm": Case(
+        module=norm,
+        run=lambda m, x: m.rms_norm(x, _vector(x, 0), EPS),
+        reference=lambda x: _normed(x, _vector(x, 0)),
+        mutants=(("tl.rsqrt(tl.sum(total, 1) / K + eps)", "tl.rsqrt(tl.sum(total, 1) / K)"),
+                 ("return part.to(tl.float32) * scale[:, None] * weight[None, :]",
+                  "return part.to(tl.float32) * scale[:, None]")),
+    ),
+    "layer norm": Case(
+        module=norm,
+        run=lambda m, x: m.layer_norm(x, _vector(x, 0), _vector(x, 1), EPS),
+        reference=lambda x: functional.layer_norm(
+            x.double(), x.shape[-1:], _vector(x, 0).double(), _vector(x, 1).double(), EPS
+        ),
+        # with what is cancelled
+        scale=lambda x, expected: expected.abs() + 2 + 1.5 * x.double().abs().amax(1, keepdim=True),
+        mutants=(("centred = tl.where(mask, part - mean[:, None], 0.0)", "centred = tl.where(mask, part, 0.0)"),
+                 ("weight[None, :], bias[None, :])", "weight[None, :], 0.0 * bias[None, :])")),
+    ),
+    "gated norm": Case(
+        module=norm,
+        run=lambda m, x: m.gated_rms_norm(*_halves(x, 2), _vector(x, 0, 4), EPS),
+        reference=lambda x: _gated(*_halves(x, 2), _vector(x, 0, 4)),
+        # exp(-z) has a relative error of about |z| 2^-24 more than its roundings
+        scale=lambda x, expected: (1 + _halves(x)[1].double().abs().flatten(1) / 8) * expected.abs(),
+        mutants=(("(wide_gate * tl.sigmoid(wide_gate))", "tl.sigmoid(wide_gate)"),),
+    ),
+    "gated by silu": Case(
+        module=rows,
+        run=lambda m, x: m.silu_product(*_flat(x), x.dtype),
+        reference=lambda x: functional.silu(_flat(x)[0].double()) * _flat(x)[1].double(),
+        scale=lambda x, expected: (1 + _flat(x)[0].double().abs() / 8) * expected.abs(),
+        mutants=(("packed.silu_product(a, b)", "packed.silu_product(b, a)"),),
+    ),
+    "gelu": Case(
+        module=rows,
+        run=lambda m, x: m.gelu(x),
+        reference=lambda x: x.double() * torch.sigmoid(1.5957691216057308 * (x.double() + 0.044715 * x.double() ** 3)),
+        scale=lambda x, expected: (1 + x.double().abs() ** 3) * expected.abs(),  # the exponent's error
+        mutants=(("1.5957691216057", "1.7"),),
+    ),
+    "sum": Case(
+        module=rows,
+        run=lambda m, x: m.add(*_flat(x)),
+        reference=lambda x: _flat(x)[0].double() + _flat(x)[1].double(),
+        scale=lambda x, expected: _flat(x)[0].double().abs() + _flat(x)[1].double().abs(),
+        mutants=(("b + other * b_row", "b + t * 0"),),
+    ),
+    "positions": Case(
+        module=rows,
+        run=lambda m, x: m.add(x, _table(x), 7),
+        reference=lambda x: x.double() + _table(x)[7 : 7 + len(x)].double(),
+        scale=lambda x, expected: x.double().abs() + 2,
+        mutants=(("other = tl.minimum(first + t, rows - 1)", "other = tl.minimum(first, rows - 1)"),),
+    ),
+}  # fmt: skip
+POSITIONED = ("positions",)  # a row alone stands elsewhere
+MUTANTS = [(name, change) for name, case in CASES.items() for change in case.mutants]
+
+
+def check(name: str, module: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """The sum of K squares has a relative error of at most (K + 1) 2^-24, half of which its root keeps; the root of the
+    device is within 2 units, and division, two products, silu and rounding add less than 20 more."""
+    case = CASES[name]
+    for count, k in ((1, 4), (5, 48), (17, 200), (2, 5000)):
+        x = rows_of(count, k, dtype, device)
+        with poisoned():
+            y = case.run(module, first_rows(x, count) if count <= 16 else x)
+        expected = case.reference(x)
+        assert y.dtype == dtype
+        error = (k / 2 + 24) * UNIT * case.scale(x, expected).abs()
+        close(y, expected, error + ROUNDING[dtype] * (expected.abs() + error) + 1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_within_a_derived_bound(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(name, CASES[name].module, dtype, device)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_do_not_depend_on_other_rows(name: str, device: torch.device) -> None:
+    case, alone = CASES[name], () if name in POSITIONED else (0, 6, 15)
+    same_for_any_rows(
+        functools.partial(case.run, case.module), rows_of(16, 72, torch.float32, device), (1, 2, 7), alone
+    )
+
+
+@only_interpreted
+@pytest.mark.parametrize(("name", "change"), MUTANTS, ids=[f"{name}: {change[1]}" for name, change in MUTANTS])
+def test_mutants_are_killed(name: str, change: tuple[str, str], tmp_path: Path, device: torch.device) -> None:
+    with pytest.raises(AssertionError):
+        check(name, mutated(CASES[name].module, tmp_path, change), torch.float32, device)
+
+
+# --- moving rows -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8)
+@given(count=st.integers(1, 4), hidden=st.integers(1, 70), ids=st.lists(st.integers(-2, 10), min_size=4, max_size=4))
+def test_embedding_by_ids_on_the_device(device: torch.device, count: int, hidden: int, ids: list[int]) -> None:
+    """Strided tables too; an id that is none gives row 0 and reads nothing outside."""
+    table = torch.randn(9, hidden + 3, device=device)[:, 1 : hidden + 1]
+    picked = torch.tensor(ids[:count], dtype=torch.int32, device=device)
+    known = torch.where((picked >= 0) & (picked < 9), picked, 0)
+    assert torch.equal(rows.embed(table, picked), table[known.long()])
+
+
+@settings(max_examples=8)
+@given(
+    count=st.integers(1, 3),
+    heads=st.integers(0, 3),
+    left=st.integers(1, 40),
+    right=st.integers(1, 9),
+    step=st.integers(1, 2),
+)
+def test_activations_side_by_side(
+    device: torch.device, count: int, heads: int, left: int, right: int, step: int
+) -> None:
+    """With and without a head axis, and every second value only, as interleaved rotary pairs are taken apart."""
+    middle = (heads,) if heads else ()
+    a, b = (torch.randn(count, *middle, step * size + 2, device=device) for size in (left, right))
+    a, b = a[..., 1 : 1 + step * left : step], b[..., : step * right : step]
+    assert torch.equal(rows.concat(a, b), torch.cat([a, b], dim=-1))
+
+
+# --- the commit of rows ----------------------------------------------------------------------------------------------
+
+
+def committed(module: Any, kept: int, whole: bool, device: torch.device) -> None:
+    """130 caches of both kinds, more than one program's, at different lengths and slots."""
+    some = torch.Generator().manual_seed(kept)
+    table = torch.randint(0, 100, (130, 8), generator=some)
+    table[:, SLOTS.value] = torch.randint(3, 18, (130,), generator=some)
+    table[:, SLOT.value] = table[:, SLOT.value] % table[:, SLOTS.value]
+    kinds = torch.randint(0, 2, (130,), generator=some, dtype=torch.int32)
+    found = table.clone().to(device)
+    module.commit_rows(found, kinds.to(device), kept, whole=whole)
+    steps = torch.where(kinds == commit.STATES, min(1, kept) if whole else kept, 0)
+    table[:, LENGTH.value] += kept
+    table[:, SLOT.value] = torch.where(
+        kinds == commit.STATES, (table[:, SLOT.value] + steps) % table[:, SLOTS.value], table[:, SLOT.value]
+    )
+    assert torch.equal(found.cpu(), table)
+
+
+@pytest.mark.parametrize(("kept", "whole"), [(0, False), (1, False), (5, False), (0, True), (40, True)])
+def test_commit_rows(kept: int, whole: bool, device: torch.device) -> None:
+    committed(commit, kept, whole, device)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("other=0) == 1)", "other=0) >= 0)"),
+        (" + steps) % slots", " + steps)"),
+        ("tl.minimum(count, 1)", "count"),
+        ("other=0) + count, mask=known", "other=0), mask=known"),
+    ],
+)
+def test_mutants_of_the_commit_are_killed(change: tuple[str, str], tmp_path: Path, device: torch.device) -> None:
+    mutant = mutated(commit, tmp_path, change)
+
+    def both() -> None:
+        for kept, whole in ((5, False), (40, True)):
+            committed(mutant, kept, whole, device)
+
+    with pytest.raises(AssertionError):
+        both()
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def product(x: Tensor, weight: Weight) -> Tensor:
+    return x.double() @ weight.decode().double().T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_is_within_its_bound(form: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Up to 16 rows, and more; rounded to act, and not."""
+    weight = weight_of(form, 37, 272, dtype, device)
+    for count in (5, 16, 18):
+        x = rows_of(count, 272, dtype, device)
+        with poisoned():
+            part = first_rows(x, count)
+            found = products.linear(part, weight), products.float32_product(part, weight)
+        expected = product(x, weight)
+        for y, act in zip(found, (dtype, torch.float32), strict=True):
+            assert y.dtype == act
+            # prompts multiply by weights that were rounded to act
+            decoded = ROUNDING[dtype] * (x.double().abs() @ weight.decode().double().abs().T) if count > 16 else 0.0
+            close(y, expected, product_bound(x, weight, expected, act) + decoded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(40, 96), (37, 100), (512, 128), (96, 1024), (5, 33)])
+def test_padding_makes_the_bits_of_a_row_independent_of_the_number_of_rows(
+    n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """With torch's products on the host. On a device only the probe at load promises it."""
+    weight, x = weight_of("dense", n, k, dtype, device), rows_of(16, k, dtype, device)
+    for function in (products.linear, products.float32_product):
+        same_for_any_rows(functools.partial(function, weight=weight), x, range(1, 17), range(16))
+
+
+def test_a_product_without_padding_has_other_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: a library has another kernel for a single row."""
+    monkeypatch.setattr(products, "padded", lambda x: x)
+    weight, x = weight_of("dense", 96, 1024, torch.float32, device), rows_of(16, 1024, torch.float32, device)
+    with pytest.raises(AssertionError, match="other bits"):
+        same_for_any_rows(functools.partial(products.linear, weight=weight), x)
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_packed_products_have_the_same_bits_for_any_rows(form: str, device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight, x = weight_of(form, 37, 112, dtype, device), rows_of(16, 112, dtype, device)
+    # float32 results: a rounding to act would hide most differences
+    same_for_any_rows(functools.partial(products.float32_product, weight=weight), x, (1, 2, 7))
+
+
+_TERMS = "tl.sum(x.to(tl.float32)[:, None, :]"
+PACKED_MUTANTS = {
+    "columns beyond K are read": ("mask = mask & (at < K)[None, :]", "mask = mask"),
+    "the sum forgets earlier blocks": ("multiply(x, acc,", "multiply(x, acc * 0,"),
+    "the scale of a row is left out": ("acc = finish(acc, globals_ptr, inside, FORMAT)", "acc = acc"),
+    "rows share their sums": (f"acc + {_TERMS}", f"acc + 1e-6 * tl.sum(x.to(tl.float32)) + {_TERMS}"),
+}
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", PACKED_MUTANTS)
+def test_mutants_of_the_packed_product_are_killed(name: str, tmp_path: Path, device: torch.device) -> None:
+    mutant = mutated(packed, tmp_path, PACKED_MUTANTS[name])
+
+    def both() -> None:
+        for form in ("fp8 32x32", "nvfp4"):
+            weight, x = weight_of(form, 37, 272, torch.float32, device), rows_of(16, 272, torch.float32, device)
+            run = functools.partial(mutant.product, weight=weight, size=37, dtype=torch.float32)
+            expected = product(x, weight)
+            close(same_for_any_rows(run, x), expected, product_bound(x, weight, expected, torch.float32))
+
+    with pytest.raises(AssertionError):
+        both()
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8 32x32", "nvfp4"])
+def test_swiglu(form: str, device: torch.device) -> None:
+    dtype, n, k = torch.float32, 32, 96
+    gate, up = weight_of(form, n, k, dtype, device), weight_of(form, n, k, dtype, device, seed=5)
+    x = rows_of(16, k, dtype, device) / (100 * k)
+    y = same_for_any_rows(functools.partial(products.swiglu, gate=gate, up=up), x)
+    left, right = product(x, gate), product(x, up)
+    errors = product_bound(x, gate, left, dtype), product_bound(x, up, right, dtype)
+    expected = functional.silu(left) * right
+    # |silu'| <= 1.1; exp, division and two products in float32 add less than 16 roundings
+    bound = (
+        1.1 * errors[0] * (right.abs() + errors[1])
+        + functional.silu(left).abs() * errors[1]
+        + 16 * UNIT * expected.abs()
+    )
+    close(y, expected, bound + 1e-30)
+    assert fuse([gate, up])
+    assert torch.equal(products.swiglu(x, gate, up), y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fused_weights_give_what_each_of_them_gives(form: str, device: torch.device) -> None:
+    """One product for a run in memory, with some biases, for passes and for prompts."""
+    sizes = (128, 256, 32) if "128x128" in form else (32, 64, 32)
+    weights, twins = ([weight_of(form, n, 128, torch.float32, device, seed=n) for n in sizes] for _ in range(2))
+    biases = [DenseWeight(rows_of(1, n, torch.float32, device, seed=2)[0]) for n in sizes[:2]]
+    assert fuse(twins)
+    assert runs(twins) == [3]
+    assert not fuse(twins)
+    for count in (3, 20):
+        x = rows_of(count, 128, torch.float32, device)
+        apart = products.project(x, weights, [*biases, None])
+        for y, alone in zip(products.project(x, twins, [*biases, None]), apart, strict=True):
+            assert torch.allclose(y, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
+    plain = products.project(x, weights)
+    assert torch.allclose(plain[0] + biases[0].tensor, apart[0])
+
+
+def test_what_cannot_be_fused_stays(device: torch.device) -> None:
+    dense, nvfp4 = (weight_of(form, 40, 64, torch.float32, device) for form in ("dense", "nvfp4"))
+    uneven = [weight_of("fp8 32x32", 40, 64, torch.float32, device, seed=seed) for seed in (0, 1)]
+    assert not fuse([dense, nvfp4])
+    assert not fuse(uneven)  # a block of scales would straddle both
+    assert runs([dense, nvfp4]) == [1, 1]
+
+
+@pytest.mark.parametrize("count", [3, 16, 19])
+def test_heads_with_matrices_of_their_own(count: int, device: torch.device) -> None:
+    x = rows_of(count, 3 * 41, torch.float32, device).view(count, 3, 41)[..., 4:]  # strided
+    weights = torch.randn(3, 11, 37, device=device)
+    expected = torch.einsum("tni,noi->tno", x.double(), weights.double())
+    bound = 90 * UNIT * torch.einsum("tni,noi->tno", x.double().abs(), weights.double().abs())
+    run = functools.partial(products.project_heads, weights=weights)
+    y = same_for_any_rows(run, x) if count == 16 else run(x)
+    assert y.is_contiguous()
+    close(y, expected, bound)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+H, INNER, E, CHOSEN = 48, 32, 5, 3
+
+
+class Experts:
+    """A mixture over random rows."""
+
+    def __init__(self, form: str, count: int, device: torch.device, *, shared: bool = False) -> None:
+        def stack(n: int, k: int, seed: int) -> ExpertStack:
+            return ExpertStack(tuple(weight_of(form, n, k, torch.float32, device, seed + e) for e in range(E)))
+
+        def draw(rows: int, seed: int) -> Tensor:
+            return rows_of(rows, H, torch.float32, device, seed)
+
+        some = torch.Generator().manual_seed(count)
+        self.stacks = stack(INNER, H, 0), stack(INNER, H, 100), stack(H, INNER, 200)
+        self.x = draw(count, 0) * (1.0 if form == "dense" else 1e-3)  # codes reach 448
+        self.residual, self.shared, self.gate = draw(count, 1), draw(count, 8), draw(1, 9) / 10
+        self.with_shared = shared
+        ids = torch.stack([torch.randperm(E, generator=some)[:CHOSEN] for _ in range(count)])
+        self.ids, self.weights = ids.int().to(device), torch.rand(count, CHOSEN, generator=some).to(device)
+
+    def run(self, rows: list[int] | slice) -> Tensor:
+        x, residual = self.x[rows], self.residual[rows]
+        options = {"shared": self.shared[rows], "shared_gate": self.gate} if self.with_shared else {}
+        with poisoned():
+            part = first_rows(x, len(x)), self.ids[rows], self.weights[rows]
+            return moe.experts(*part, *self.stacks, first_rows(residual, len(x)), **options)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Values in float64, and the magnitudes that meet: the same experts on absolute values (silu and its slope are
+        at most 1.1 |z| + 0.3 and 1.1)."""
+        x, total = self.x.double(), self.residual.double()
+        magnitude = total.abs()
+        if self.with_shared:
+            share = torch.sigmoid(x @ self.gate.double().T)
+            total = total + share * self.shared.double()
+            magnitude = magnitude + self.shared.double().abs() * (1 + x.abs() @ self.gate.double().abs().T)
+        for t, places in enumerate(self.ids.tolist()):
+            for slot, e in enumerate(places):
+                gate, up, down = (stack[e].decode().double() for stack in self.stacks)
+                weight = self.weights[t, slot].double()
+                total[t] += weight * (down @ (functional.silu(gate @ x[t]) * (up @ x[t])))
+                raised = up.abs() @ x[t].abs()
+                magnitude[t] += weight * (down.abs() @ (2.2 * (gate.abs() @ x[t].abs()) * raised + raised))
+        return total, magnitude
+
+
+@pytest.mark.parametrize(
+    ("form", "shared"),
+    [("dense", True), ("dense", False), ("fp8 128x128", False), ("fp8 32x32", True), ("nvfp4", True)],
+)
+def test_experts(form: str, shared: bool, device: torch.device) -> None:
+    """Two chained sums of H and INNER terms in float32."""
+    mixture = Experts(form, 3, device, shared=shared)
+    expected, magnitude = mixture.expected()
+    close(mixture.run(slice(3)), expected, (H + INNER + 100) * UNIT * magnitude)
+
+
+@pytest.mark.sample
+def test_bits_of_experts_do_not_depend_on_the_company(device: torch.device) -> None:
+    mixture = Experts("dense", 16, device, shared=True)
+    whole = mixture.run(slice(16))
+    for part in ([0], [15], [3, 9], list(range(7)), list(range(15, 4, -1))):
+        assert torch.equal(mixture.run(part), whole[part]), f"rows {part} have other bits"
+
+
+@only_interpreted
+def test_bits_of_experts_do_not_depend_on_the_order_of_programs(device: torch.device) -> None:
+    mixture, found = Experts("dense", 4, device), []
+    for seed in (None, 1):
+        with program_order(seed):
+            found.append(mixture.run(slice(4)))
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(("form", "unused"), [("dense", ()), ("fp8 128x128", (0,)), ("nvfp4", (2, E - 1))])
+def test_experts_of_a_prompt(form: str, unused: tuple[int, ...], device: torch.device) -> None:
+    """Rows that share an expert, slots of one row with the same expert, and experts that no row chose."""
+    mixture = Experts(form, 19, device)
+    left = torch.tensor([e for e in range(E) if e not in unused])
+    picked = torch.randint(len(left), (19, CHOSEN), generator=torch.Generator().manual_seed(3))
+    mixture.ids = left[picked].int().to(device)
+    y = prompts.moe(mixture.x, mixture.ids, mixture.weights, mixture.stacks, mixture.residual, None)
+    expected, _ = mixture.expected()
+    close(y, expected, 1e-5 * expected.abs().max())
+
+
+def _read_once(module: Any, device: torch.device) -> None:
+    """Experts whose weights are destroyed after the first program that reads them: nobody may come back for more."""
+    from triton.runtime import interpreter
+
+    mixture = Experts("dense", 4, device)
+    gates, ups, _ = mixture.stacks
+    ids = torch.tensor([[1, 2], [2, 1], [1, 3], [3, 2]], dtype=torch.int32, device=device)
+    builder, first_places = interpreter.interpreter_builder, {0, 1, 5}  # of experts 1, 2 and 3
+    plain, whole = builder.set_grid_idx, [expert.tensor.clone() for expert in gates.experts]  # type: ignore[union-attr]
+
+    def set_idx(place: int, tile: int, last: int) -> None:
+        plain(place, tile, last)
+        for expert, values in zip(gates.experts, whole, strict=True):
+            tensor: Tensor = expert.tensor  # type: ignore[union-attr]
+            tensor.copy_(values if place in first_places else torch.full_like(values, torch.nan))
+
+    inner = torch.empty(4, 2, INNER, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "set_grid_idx", set_idx)
+        module._experts(mixture.x, ids, gates, ups, inner)
+    assert not inner.isnan().any(), "an expert was read twice"
+
+
+@only_interpreted
+def test_each_expert_is_read_once(tmp_path: Path, device: torch.device) -> None:
+    _read_once(moe, device)
+    with pytest.raises(AssertionError, match="read twice"):
+        _read_once(mutated(moe, tmp_path, ("if first == place:", "if first <= place:")), device)
+
+
+@settings(max_examples=20)
+@given(
+    groups=st.integers(1, 4),
+    each=st.integers(2, 6),
+    data=st.data(),
+    seed=st.integers(0, 2**16),
+    scores=st.sampled_from(["softmax", "sigmoid"]),
+    normalised=st.booleans(),
+    biased=st.booleans(),
+    levels=st.sampled_from([0, 3]),
+)
+def test_the_choice_of_experts(
+    device: torch.device,
+    groups: int,
+    each: int,
+    data: st.DataObject,
+    seed: int,
+    scores: Literal["softmax", "sigmoid"],
+    normalised: bool,
+    biased: bool,
+    levels: int,
+) -> None:
+    """``levels`` of few values, so that equals abound and the lower id has to win."""
+    kept = data.draw(st.integers(1, groups))
+    top_k = data.draw(st.integers(1, kept * each))
+    routing = Routing(top_k=top_k, scores=scores, normalised=normalised, scale=1.5, groups=groups, kept_groups=kept)
+    rng, shape = np.random.default_rng(seed), (2, groups * each)
+    raw = rng.integers(-levels, levels + 1, shape) if levels else rng.standard_normal(shape)
+    logits = raw.astype(np.float32)
+    bias = (rng.integers(-2, 3, shape[1]) / 4).astype(np.float32) if biased else None
+    place = functools.partial(torch.tensor, device=device)
+    ids, weights = route.choose(place(logits), routing, None if bias is None else place(bias))
+    wanted, shares, gap = oracle.route(logits.astype(np.float64), routing, bias)
+    if gap > 1e-5:  # else sums are within a rounding of each other
+        assert ids.tolist() == wanted.tolist()
+        close(weights, shares, 1e-5 * shares + 1e-7)
+
+
+def test_a_nan_names_experts_that_exist(device: torch.device) -> None:
+    logits = torch.full((2, 7), torch.nan, device=device)
+    for routing in (
+        Routing(top_k=3, scores="softmax", normalised=True),
+        Routing(top_k=3, scores="sigmoid", normalised=True, groups=7, kept_groups=3),
+    ):
+        ids, _ = route.choose(logits, routing)
+        assert bool(((ids >= 0) & (ids < 7)).all())
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    table, mixture = torch.zeros(3, 8, dtype=torch.int64), Experts("dense", 2, device)
+    dense, nvfp4 = (weight_of(form, 8, 64, torch.float32, device) for form in ("dense", "nvfp4"))
+    x, ids, weights, residual = mixture.x, mixture.ids, mixture.weights, mixture.x
+    short = torch.zeros(2, 40, device=device)
+    refused: list[tuple[str | None, Callable[[], Any]]] = [
+        (None, lambda: commit.commit_rows(table[:, :4], torch.zeros(3, dtype=torch.int32), 1)),
+        (None, lambda: commit.commit_rows(table, torch.zeros(2, dtype=torch.int32), 1)),
+        (None, lambda: norm.gated_rms_norm(torch.zeros(2, 3, 16), torch.zeros(2, 3, 8), torch.ones(16), EPS)),
+        ("rows of 40 values do not fit a weight of 64 columns", lambda: products.linear(short, dense)),
+        ("rows of 40 values do not fit a weight of 64 columns", lambda: products.linear(short, nvfp4)),
+        ("takes 1 to 16 rows, got 17", lambda: packed.product(torch.zeros(17, 64), nvfp4, 8, torch.float32)),
+        ("do not fit rows of 40", lambda: moe.experts(x[:, :40], ids, weights, *mixture.stacks, residual)),
+        ("ids should be int32", lambda: moe.experts(x, ids.long(), weights, *mixture.stacks, residual)),
+    ]
+    for message, call in refused:
+        with pytest.raises(ShapeError, match=message):
+            call()

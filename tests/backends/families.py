@@ -1,0 +1,171 @@
+"""What every family promises on a device: the reference's numbers, and the bits of plain decoding.
+
+Nothing here is a test. ``poison`` fills with NaN what is not committed in a state.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.contract import Needs, Parity
+from tests import tiny
+from tests.decoding.test_lossless import Case, mtp
+
+VOCAB = 277
+Poison = Callable[[Any], None]
+
+
+def on_host(target: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the arrays of a snapshot."""
+    host = target.ops.to_host
+    return {name: (array if isinstance(array, torch.Tensor) else host(array)).clone() for name, array in arrays.items()}
+
+
+def arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
+    """As ``tiny.state_arrays``, on the host."""
+    return on_host(target, tiny.state_arrays(target, state))
+
+
+def bits(logits: Any) -> Any:
+    return np.ascontiguousarray(logits.need_logits().rows()).view(np.int32).copy()
+
+
+def best(logits: Any, drafted: Sequence[int]) -> int:
+    """The choice that makes ``draft_mtp`` go step by step."""
+    return int(logits.argmax()[0])
+
+
+def check_hidden_states(target: Any, reference: Any, prefilled: int = 0) -> None:
+    """At layer boundaries: the reference's numbers, and the same bits in a block as row by row."""
+    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1))
+    tokens = [(7 * i + 3) % VOCAB for i in range(prefilled + 4)]
+
+    def states_of(model: Any, blocks: Sequence[int]) -> list[np.ndarray]:
+        state, at = model.new_state(64, needs), prefilled
+        outputs = [model.prefill(state, tokens[:at])] if prefilled else []
+        for rows in blocks:
+            outputs.append(model.decode(state, tokens[at : at + rows]))
+            model.commit(state, rows)
+            at += rows
+        parts = [[output.hidden, *output.boundaries.values()] for output in outputs]
+        return [
+            np.concatenate([model.ops.to_host(model.ops.array(part)).numpy() for part in column])
+            for column in zip(*parts, strict=True)
+        ]
+
+    whole, single, wanted = states_of(target, [4]), states_of(target, [1] * 4), states_of(reference, [4])
+    assert len(whole) == len(wanted) == target.info.layers + 2
+    for ours, alone, theirs in zip(whole, single, wanted, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+        if target.info.parity is Parity.BITWISE:
+            assert (ours == alone).all()
+
+
+def check_logits(target: Any, reference: Any, error: float) -> None:
+    """A prompt of more than 16 rows, a pass of three rows that is cut, one of one row, and the head's own logits."""
+    tokens = [(7 * i + 3) % VOCAB for i in range(24)]
+    found = []
+    for model in (reference, target):
+        state = model.new_state(64, tiny.needs_of(model))
+        model.prefill(state, tokens[:18])
+        logits = [model.decode(state, tokens[18:21]).need_logits().rows().copy()]
+        model.commit(state, 2)
+        logits.append(model.decode(state, tokens[20:21]).need_logits().rows().copy())
+        model.commit(state, 1)
+        if model.info.mtp_layers:
+            steps: list[Any] = []
+            model.draft_mtp(state, tokens[21], 2, choose=lambda step, _, steps=steps: steps.append(step.rows()) or 5)
+            logits += [step.copy() for step in steps]
+        found.append(np.concatenate(logits))
+    assert np.ptp(found[0]) > 5
+    assert np.abs(found[0] - found[1]).max() <= error
+
+
+def check_accept_counts(target: Any, prompt: Sequence[int], depth: int, poison: Poison) -> None:
+    """None to all drafts are right: the bits after the commit, and those of the pass after it, are plain decoding's."""
+    truth, at, needs = [*prompt, *tiny.plain_run(target, prompt, depth + 1)], len(prompt), tiny.needs_of(target)
+    start = target.snapshot(tiny.held(target, prompt))
+    plain, wanted, logits = target.restore(start, needs), [], []
+    for token in truth[at - 1 :]:
+        logits.append(bits(target.decode(plain, [token])))
+        target.commit(plain, 1)
+        wanted.append(arrays(target, plain))
+    for accepted in range(depth + 1):
+        state = target.restore(start, needs)
+        poison(state)
+        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
+        target.decode(state, [truth[at - 1], *drafted])
+        target.commit(state, accepted + 1)
+        tiny.assert_same_bits(arrays(target, state), wanted[accepted])
+        poison(state)
+        assert np.array_equal(bits(target.decode(state, [truth[at + accepted]])), logits[accepted + 1]), accepted
+
+
+def check_rewind(target: Any, prompt: Sequence[int], generated: int, poison: Poison) -> None:
+    """A state that went back, and a copy of it, go on with the bits of a new one; a snapshot is not touched by that."""
+    truth, back = [*prompt, *tiny.plain_run(target, prompt, generated + 3)], len(prompt) + 1
+    state = tiny.held(target, prompt, truth[len(prompt) :][:generated])
+    taken = target.snapshot(state)
+    then = on_host(target, taken.arrays)
+    reached = target.rewind(state, back)
+    assert reached <= back
+    poison(state)
+    again = target.restore(target.snapshot(state), tiny.needs_of(target))
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:4])
+    for other in (state, again):
+        for token in truth[reached : back + 2]:
+            target.decode(other, [token])
+            target.commit(other, 1)
+        tiny.assert_same_bits(arrays(target, other), arrays(target, wanted))
+    restored = target.snapshot(target.restore(taken, tiny.needs_of(target))).arrays
+    tiny.assert_same_bits(on_host(target, restored), then)
+
+
+def check_sessions(
+    target: Any, folder: pathlib.Path, prompt: Sequence[int], lengths: tuple[int, int], file: pathlib.Path
+) -> None:
+    """A session that is saved and loaded, or forked, goes on as if nothing had happened."""
+    first, then = lengths
+    truth = tiny.plain_run(target, prompt, first + then)
+    lm = tiny.make_lm(folder, target, lambda env: mtp(Case([], env, [])))
+    session = lm.session()
+    assert session.generate(list(prompt), max_new_tokens=first, ignore_eos=True).tokens == truth[:first]
+    session.save(file)
+    loaded, fork = lm.session(), session.fork()
+    loaded.load(file)
+    kept = [on_host(target, target.snapshot(one._sequence.state).arrays) for one in (session, loaded, fork)]
+    assert any(name.startswith("mtp.") for name in kept[0])
+    for other in kept[1:]:  # the head's cache and the last hidden state too: wrong ones would only spoil the drafts
+        tiny.assert_same_bits(other, kept[0])
+    fork.generate([1, 2], max_new_tokens=2, ignore_eos=True)  # goes its own way
+    for one in (session, loaded):
+        assert one.generate(max_new_tokens=then, ignore_eos=True).tokens == truth[first:]
+
+
+def check_drafts(target: Any, plan: Sequence[tuple[int, int, Any]]) -> list[tuple[int, ...]]:
+    """Drafts of one call have the tokens and leave the state of their steps; the plan has, for each draft, its depth,
+    the head (None: the whole one) and the rows that are committed after it. Returns the drafts."""
+    states = [target.new_state(64, Needs(mtp=True)) for _ in range(2)]
+    for state in states:
+        target.prefill(state, list(range(20, 32)))
+    at, found = 32, []
+    for depth, head, kept in plan:
+        drafts = []
+        for state, choose in zip(states, (None, best), strict=True):
+            drafts.append(target.draft_mtp(state, at, depth, choose=choose, head=head))
+        assert drafts[0] == drafts[1]
+        assert len(drafts[0]) == depth
+        assert head is None or set(drafts[0]) <= set(head.tokens)
+        assert len({(state.pairs.fed, state.pairs.waiting, state.mtp.length) for state in states}) == 1
+        tiny.assert_same_bits(*(on_host(target, state.mtp.save()) for state in states))
+        for state in states:
+            target.decode(state, range(at, at + kept))
+            target.commit(state, kept)
+        at, found = at + kept, [*found, drafts[0]]
+    tiny.assert_same_bits(*(on_host(target, target.snapshot(state).arrays) for state in states))
+    return found
