@@ -25,7 +25,7 @@ from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.parts import make_sampling, override_generation
 from specdec.decoding.sequence import PREFILL_CHUNK
 from specdec.errors import PromptError
-from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite
+from specdec.measuring.divergences import Divergence, GapReport, Verdict, finite, rounding_of
 from specdec.pipeline import LanguageModel
 from specdec.sampling import Rows
 
@@ -98,7 +98,7 @@ class AuditReport(GapReport):
 
     def verdict(self, divergence: Divergence) -> Verdict:
         """Whether rounding explains a divergence; of a sampled run nobody can tell."""
-        return Rounding.of(self.dtype).verdict(divergence.gap if self.temperature == 0 else math.nan)
+        return rounding_of(self.dtype).verdict(divergence.gap if self.temperature == 0 else math.nan)
 
     @property
     def broken_promise(self) -> bool:
