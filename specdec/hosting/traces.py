@@ -28,6 +28,7 @@ import attrs
 from specdec._version import __version__
 from specdec.config import Choice
 from specdec.errors import PromptError, UnsupportedError, shown
+from specdec.files.reading import read_bytes
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 VERSION = 1
+LARGEST = 2**30  # bytes of a file
 
 
 @attrs.frozen
@@ -235,7 +237,7 @@ def read_trace(path: str | Path) -> Trace:
     Raises: PromptError that names the line.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(path, LARGEST)
     except OSError as error:
         raise PromptError(f"the trace cannot be read: {error.strerror or error}", file=path) from error
     lines = content.splitlines()
@@ -271,9 +273,11 @@ class _Section:
         if header.get("version") != VERSION:
             raise ValueError(f"version {shown(header.get('version'))}, and this specdec reads {VERSION}")
         self._vocab_size = _count(header.get("vocab_size"), "vocab_size")
-        options = dict(header.get("drafter") or {})
-        name = options.pop("name", None)
-        self._drafter = Choice(name, options) if isinstance(name, str) and name else None
+        named = header.get("drafter") or {}
+        if not isinstance(named, dict) or not isinstance(named.get("name", ""), str):
+            raise TypeError(f"drafter is an object with a name, got {shown(named, 60)}")
+        options = {key: value for key, value in named.items() if key != "name"}
+        self._drafter = Choice(named["name"], options) if named.get("name") else None
         self._host = str(header.get("host", ""))
         self._requests = requests
         self._open: dict[int, tuple[TracedRequest, list[int]]] = {}  # with all committed tokens, by number
