@@ -323,7 +323,7 @@ class Comparison:
         tolerance: nats that count as rounding; if None, those between what the finest and the coarsest number format
             explain are not judged.
         batch: requests sent together to the server with speculation, and in the control, each beside one that is
-            sampled if ``request`` is greedy, and greedy if it is sampled. The plain answers are asked for one at a time.
+            sampled if ``request`` is greedy, and greedy if it is sampled. Plain answers are asked for one at a time.
         progress: called with the requests done and their total.
     """
 
