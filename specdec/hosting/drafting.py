@@ -25,6 +25,7 @@ from specdec.hosting.sessions import HostSession, HostSessions
 from specdec.hosting.traces import TraceWriter
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
+from specdec.text.tokenizer import common_prefix
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -271,8 +272,7 @@ class HostedDrafter:
                 self._trace.commit(session.number, new)
         if not session.draft or kept < session.drafted_at or len(session) == session.drafted_at:
             return 0
-        pairs = zip(session.draft, session.tokens[session.drafted_at :], strict=False)
-        accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        accepted = common_prefix(session.draft, session.tokens[session.drafted_at :])
         self.stats.count(len(session.draft), accepted)
         session.draft = ()
         return accepted

@@ -194,14 +194,6 @@ def test_nothing_that_is_free_makes_it_slower(cycles: list[CycleRecord], steps: 
         assert tokens * step / (whole - saved) <= tokens * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "got", "place"),
-    [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 9, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (4,), 0)],
-)
-def test_the_first_difference(wanted: tuple[int, ...], got: tuple[int, ...], place: int | None) -> None:
-    assert bench_module._first_difference(wanted, got) == place
-
-
 # --- contexts --------------------------------------------------------------------------------------------------------
 
 
