@@ -28,7 +28,7 @@ import attrs
 from specdec._version import __version__
 from specdec.config import Choice
 from specdec.errors import PromptError, UnsupportedError, shown
-from specdec.files.reading import read_bytes
+from specdec.files.reading import parse_json, read_bytes
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -236,8 +236,8 @@ def read_trace(path: str | Path) -> Trace:
     requests: list[TracedRequest] = []
     for number, raw in enumerate(lines, start=1):
         try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            line = parse_json(raw)
+        except ValueError as error:
             if number == len(lines) > 1 and not content.endswith(b"\n"):
                 return Trace(tuple(requests), cut=number)
             raise _wrong(path, number, f"is not JSON: {error}") from error
