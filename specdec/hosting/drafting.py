@@ -44,6 +44,7 @@ class _Pauses:
     """
 
     clock: Callable[[], float]
+    pausing: bool
     drafting: float = 0.0
     saved: float = 0.0
     calls: int = 0
@@ -62,7 +63,7 @@ class _Pauses:
         self._ended = self.clock()
         self.drafting += self._ended - began
         self.calls += 1
-        if self.calls < LOOK_EVERY:
+        if self.calls < LOOK_EVERY or not self.pausing:
             return ""
         drafting, saved = self.drafting, self.saved
         self.calls, self.drafting, self.saved = 0, 0.0, 0.0
@@ -133,7 +134,7 @@ class HostedDrafter:
         self._part.make(self._target, HostState([], info.max_positions))  # one that cannot start is refused at once
         self._trace = trace
         self._sessions = HostSessions(sessions, self._new, self._end)
-        self._pauses = _Pauses(clock) if (chosen_pausing() if pausing is None else pausing) else None
+        self._pauses = _Pauses(clock, chosen_pausing() if pausing is None else pausing)
         self.stats = Stats()
         self.faults: dict[str, int] = {}
         self.failed: dict[str, int] = {}
@@ -149,7 +150,7 @@ class HostedDrafter:
     @property
     def paused(self) -> bool:
         """Whether drafting pauses now, because it took longer than it saved."""
-        return self._pauses is not None and self._pauses.left > 0
+        return self._pauses.left > 0
 
     @property
     def name(self) -> str:
@@ -168,7 +169,7 @@ class HostedDrafter:
         drafts: list[list[int]] = [[] for _ in histories]
         if self.off:
             return drafts
-        if self._pauses is not None and self.paused:
+        if self.paused:
             self._pauses.left -= 1
             return drafts
         rows = [None if history is None or not len(history) else _array(history) for history in histories]
@@ -178,13 +179,11 @@ class HostedDrafter:
             for session, row in zip(sessions, rows, strict=True)
             if session is not None and row is not None
         )
-        began = 0.0
-        if self._pauses is not None:
-            began = self._pauses.begin(accepted, sum(session is not None for session in sessions))
+        began = self._pauses.begin(accepted, sum(session is not None for session in sessions))
         for number, session in enumerate(sessions):
             if session is not None:
                 drafts[number] = self._propose(session, depth)
-        if self._pauses is not None and (reason := self._pauses.end(began)):
+        if reason := self._pauses.end(began):
             self.pauses += 1
             log.warning("speculation_paused", host=self.info.family, drafter=self.name, reason=reason)
         return drafts
