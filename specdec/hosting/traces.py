@@ -203,7 +203,7 @@ class StreamTrace:
     def __init__(self, path: str | Path, lm: Parts, stream: Stream) -> None:
         named = lm.config.drafter
         drafter = named if named.name == lm.drafter.spec.name else Choice(lm.drafter.spec.name)
-        facts = {"model": lm.config.target.model, "verifier": lm.config.verifier.name}
+        facts: dict[str, Any] = {"model": lm.config.target.model, "verifier": lm.config.verifier.name}
         self._writer = TraceWriter(path, host="specdec", drafter=drafter, vocab_size=lm.info.vocab_size, **facts)
         sampling = {name: getattr(stream.settings, name) for name in ("temperature", "seed")}
         self._request = self._writer.begin(stream.prompt, sampling)

@@ -53,9 +53,9 @@ class Rounding:
 
 def rounding_of(explained: float | str | None) -> Rounding:
     """From nats that rounding explains, or a number format; whatever any of ``ROUNDING`` allows if it is not known."""
-    if isinstance(explained, float):
+    if isinstance(explained, float | int):
         return Rounding(explained, explained)
-    known = [ROUNDING[explained]] if explained in ROUNDING else list(ROUNDING.values())
+    known = [ROUNDING[explained]] if explained and explained in ROUNDING else list(ROUNDING.values())
     return Rounding(min(known), max(known))
 
 
