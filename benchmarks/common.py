@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import statistics
@@ -14,8 +15,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import attrs
+import psutil
 import torch
 
+import specdec
 from specdec.checkpoints import write_checkpoint
 from specdec.measuring.environment import commit
 from specdec.measuring.prompts import Prompt
@@ -93,10 +97,84 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def resident(process: int) -> int:
+    """Bytes of memory of a process and those that it started."""
+    first = psutil.Process(process)
+    return sum(each.memory_info().rss for each in (first, *first.children(recursive=True)))
+
+
 def resident_bytes(label: str = "VmRSS") -> int:
     """Resident set size of this process, or its peak with ``VmHWM`` (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{label}:"))
+
+
+def call(host: str, method: str, path: str, data: bytes | None = None, timeout: float = 300.0) -> tuple[int, bytes]:
+    """Status and body of a server's answer."""
+    connection = http.client.HTTPConnection(host, timeout=timeout)
+    with contextlib.closing(connection):
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+# --- drafters compared on the embedded model -------------------------------------------------------------------------
+
+
+@attrs.define
+class Tally:
+    """Counts of one drafter."""
+
+    tokens: int = 0
+    cycles: int = 0
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    drafts: int = 0
+    offered: list[int] = attrs.field(factory=lambda: [0] * 8)
+    accepted: list[int] = attrs.field(factory=lambda: [0] * 8)
+
+    def add(self, result: Any, seconds: float) -> None:
+        """Count one generation."""
+        stats = result.stats
+        self.tokens += len(result.tokens)
+        self.cycles += stats.cycles
+        self.seconds += seconds
+        self.draft_seconds += stats.seconds["draft"]
+        self.drafts += stats.offered[0] if stats.offered else 0
+        for counts, new in ((self.offered, stats.offered), (self.accepted, stats.accepted)):
+            for position, count in enumerate(new):
+                counts[position] += count
+
+
+def compare_drafters(
+    drafters: Mapping[str, dict[str, Any]], runs: Sequence[tuple[str, dict[str, Any]]], *, depth: int, threads: int
+) -> None:
+    """Print a table of drafters on the embedded model, the first of them plain decoding.
+
+    All take turns at every run, a prompt with settings, and must give the same tokens. The first run also warms up.
+    """
+    models = {name: specdec.load("demo", drafter=part, depth=depth, threads=threads) for name, part in drafters.items()}
+    tallies = {name: Tally() for name in drafters}
+    for number, (prompt, settings) in enumerate([runs[0], *runs]):
+        outputs = set()
+        for name, lm in models.items():
+            started = perf_counter()
+            result = lm.generate(prompt, **settings)
+            took = perf_counter() - started
+            outputs.add(tuple(result.tokens))
+            if number:
+                tallies[name].add(result, took)
+        assert len(outputs) == 1, prompt
+    plain = next(iter(tallies.values()))
+    heads = " | ".join(f"position {i}" for i in range(depth))
+    print(f"| drafter | {heads} | tokens per cycle | a draft, ms | tokens/s | against plain |")
+    print("|---" * (depth + 5) + "|")
+    for name, tally in tallies.items():
+        shares = [f"{tally.accepted[i] / tally.offered[i]:.3f}" if tally.offered[i] else "-" for i in range(depth)]
+        draft = f"{1000 * tally.draft_seconds / tally.drafts:.2f}" if tally.drafts else "-"
+        speed = tally.tokens / tally.seconds
+        rest = f"{tally.tokens / tally.cycles:.2f} | {draft} | {speed:.0f} | {speed * plain.seconds / plain.tokens:.2f}"
+        print(f"| {name} | {' | '.join(shares)} | {rest} |")
 
 
 # --- checkpoints of a published shape, with random weights -----------------------------------------------------------

@@ -31,7 +31,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import specdec
-from benchmarks.common import machine, save
+from benchmarks.common import call, machine, resident, save
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = ("Name three colours.", "Write a Python function that adds two numbers.", "Tell me about railways.")
@@ -68,11 +68,7 @@ def cpu_seconds(pid: int) -> float:
 
 def post(host: str, body: bytes) -> tuple[int, bytes]:
     """Status and body of an answer."""
-    connection = http.client.HTTPConnection(host)
-    with contextlib.closing(connection):
-        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read()
+    return call(host, "POST", CHAT, body)
 
 
 def streamed(answer: bytes) -> str:
@@ -96,7 +92,7 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
     used = dict.fromkeys(times, 0.0)
     with server("-s", "depth.depth=3", "--keep", "0") as (host, process):
 
-        def call(name: str, count: int) -> str:
+        def ask(name: str, count: int) -> str:
             if name == "direct":
                 return lm.generate(QUESTIONS[1], chat=True, max_new_tokens=count, **settings).text
             asked = {"messages": messages, "max_tokens": count, "stream": True, **settings}
@@ -106,7 +102,7 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
             for key in times if repeat % 2 == 0 else reversed(times):
                 pid = os.getpid() if key[0] == "direct" else process.pid
                 worked, started = cpu_seconds(pid), time.perf_counter()
-                texts[key] = call(*key)
+                texts[key] = ask(*key)
                 if repeat:
                     times[key].append(time.perf_counter() - started)
                     used[key] += cpu_seconds(pid) - worked
@@ -134,12 +130,6 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 class Client(threading.Thread):
@@ -240,10 +230,7 @@ def load(minutes: float, clients: int) -> dict[str, Any]:
 
 def metric(host: str, name: str) -> float:
     """A line of /metrics."""
-    connection = http.client.HTTPConnection(host)
-    with contextlib.closing(connection):
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
+    text = call(host, "GET", "/metrics")[1].decode()
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 

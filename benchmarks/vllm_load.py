@@ -36,12 +36,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import torch
 
-from benchmarks.common import machine, save
+from benchmarks.common import call, machine, resident, save
 from specdec.checkpoints import locate
 
 VOCAB = 4096  # of the embedded model, whose tokenizer the servers load
@@ -182,25 +182,10 @@ def answers(host: str) -> bool:
     return False
 
 
-def call(host: str, method: str, path: str, data: bytes | None = None) -> tuple[int, bytes]:
-    """Status and body of an answer."""
-    connection = http.client.HTTPConnection(host, timeout=HUNG)
-    with contextlib.closing(connection):
-        connection.request(method, path, data, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read()
-
-
 def counters(host: str, *names: str) -> dict[str, float]:
     """Sums of vLLM's own counters, by the part of the name after ``vllm:``."""
     lines = call(host, "GET", "/metrics")[1].decode().splitlines()
     return {name: sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{")) for name in names}
-
-
-def resident(process: int) -> int:
-    """Bytes of memory of a process and those that it started."""
-    first = psutil.Process(process)
-    return sum(one.memory_info().rss for one in (first, *first.children(recursive=True)))
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -233,28 +218,16 @@ def abandon(host: str, data: bytes, after: int) -> None:
 
 def together(clients: int, work: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
     """The results of ``work``, done by so many clients at a time, and the seconds that it took."""
-    results: list[Any] = [None] * len(work)
-    left = iter(range(len(work)))
-    taking = threading.Lock()
 
-    def client() -> None:
-        while True:
-            with taking:
-                number = next(left, None)
-            if number is None:
-                return
-            try:
-                results[number] = work[number]()
-            except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-                results[number] = error
+    def result(job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+            return error
 
-    team = [threading.Thread(target=client) for _ in range(clients)]
     started = time.perf_counter()
-    for one in team:
-        one.start()
-    for one in team:
-        one.join()
-    return results, time.perf_counter() - started
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(result, work)), time.perf_counter() - started
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------

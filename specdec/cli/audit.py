@@ -53,6 +53,12 @@ PER_CLASS = 4  # of specdec's own prompts
 @click.option(
     "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="Prompts per class (default 4 of specdec's own)."
 )
+@click.option(
+    "--batch",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="Send N requests together, each beside a sampled one that is not judged (default 1, alone).",
+)
 @click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="Seconds per response (default 300).")
 @click.option(
     "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
@@ -102,7 +108,8 @@ def audit(
 
     With --server, given twice, requests are answered plain, with speculation, and plain again. A request that differs
     is a "tie within rounding", has an "other token with a real gap", or one "cannot tell", judged by the plain answer's
-    log-probabilities. The exit status is 1 if a gap is real.
+    log-probabilities. After a tie both go on from the plain token. The exit status is 1 if a gap is real. With --batch,
+    the plain answers come one at a time, and the others together, as a busy server decodes them.
     """
     if servers:
         _compare(ctx, config, prompt_options, tolerance, plot_file, as_json=as_json)
@@ -294,7 +301,8 @@ def _compare(
     )
     request = Request(**{name: getattr(config.generation, name) for name in _REQUEST})
     with output.progress("asking", then="requests", silent=as_json) as advance:
-        comparison = Comparison(plain, speculative, prompts, request, tolerance=tolerance, progress=advance)
+        how = {"tolerance": tolerance, "batch": options["batch"] or 1, "progress": advance}
+        comparison = Comparison(plain, speculative, prompts, request, **how)
         with interruptible(comparison):
             report = comparison.run()
     if report.done and not report.tokens and not report.divergences:
@@ -303,9 +311,13 @@ def _compare(
     if report.failure is not None:
         click.echo(f"ended early: this covers {report.done} of {report.planned} requests", err=True)
         raise report.failure
-    if real := report.verdicts()[Verdict.REAL]:
+    if report.logprobs_verdict is Verdict.REAL:
+        apart = f"{report.speculation.apart:.3g} nats, which rounding does not explain"
+        click.echo(f"warning: log-probabilities of equal tokens in the same context differ by {apart}", err=True)
+    real = {difference.request for difference in report.divergences if difference.verdict is Verdict.REAL}
+    if real:
         click.echo(
-            f"error: {output.count(real, 'request')} got another token with a real gap: this is a bug, unless the "
+            f"error: {output.count(len(real), 'request')} got another token with a real gap: this is a bug, unless the "
             f"speculation is lossy on purpose; then --tolerance says by how much",
             err=True,
         )
@@ -349,16 +361,17 @@ def _comparison(report: ComparisonReport) -> Iterator[tuple[str, str]]:
     how = f"{measuring.sampling(request)}, {request.max_new_tokens} tokens at most"
     yield "plain", report.plain
     yield "speculative", report.speculative
-    yield "asked", f"{output.count(report.done, 'request')}, {how}"
-    yield "differ", _differ(len(report.divergences), report)
+    together = f", {report.batch} together, each beside a sampled one" if report.batch > 1 else ""
+    yield "asked", f"{output.count(report.done, 'request')}, {how}{together}"
+    yield "differ", _differ(report.speculation.requests, report)
     if report.divergences:
         yield "verdicts", ", ".join(f"{number} {verdict.value}" for verdict, number in report.verdicts().items())
         yield "first", f"position {min(difference.position for difference in report.divergences)} after the prompt"
-    yield "control", f"plain against plain: {_differ(len(report.control.differences), report)}"
+    yield "control", f"plain against plain: {_differ(report.control.requests, report)}"
     yield (
         "logprobs",
         f"{report.speculation.apart:.3g} nats apart at most (same token, same context); control "
-        f"{report.control.apart:.3g}",
+        f"{report.control.apart:.3g}: {report.logprobs_verdict.value}",
     )
     tie, real = report.limits.tie, report.limits.real
     between = "" if tie == real else f", beyond {real:.3g} none is; between them nobody can tell without --tolerance"

@@ -14,9 +14,10 @@ from time import perf_counter
 import attrs
 import torch
 
+from specdec.config import Choice
 from specdec.contract import ForwardPass, Needs
 from specdec.decoding.cycle import run_cycle
-from specdec.decoding.parts import Parts
+from specdec.decoding.parts import Parts, make_verifier
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import prefill
 from specdec.decoding.session import Session
@@ -170,10 +171,13 @@ def _warm_up_head(target: ForwardPass, rows: int) -> None:
 
 
 class _Measured:
-    """Cycles over one prompt; rewinds to its end when the session is full."""
+    """Cycles over one prompt; rewinds to its end when the session is full.
+
+    They are verified by ``strict``, since a table holds for every verifier, and the user's own sees generations only.
+    """
 
     def __init__(self, lm: Parts, context: int) -> None:
-        self._session = Session(lm)
+        self._session = Session(attrs.evolve(lm, verifier=make_verifier(Choice("strict"))))
         self._session.feed([(7 * i + 3) % min(lm.info.vocab_size, 1000) for i in range(context)])
         self._stats = RunStats()
         prefill(self._session.sequence, self._stats)

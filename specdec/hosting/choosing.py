@@ -17,6 +17,8 @@ DRAFTER = "SPECDEC_DRAFTER"
 """A drafter's name, or a TOML table: ``{ name = "suffix", min_match = 2 }``."""
 TRACE = "SPECDEC_TRACE"
 """The file that a trace is appended to."""
+PAUSING = "SPECDEC_PAUSING"
+"""``off`` keeps drafting where it takes longer than it can save."""
 
 
 def chosen_drafter(
@@ -58,6 +60,14 @@ def chosen_drafter(
             try_=f"{DRAFTER}=suffix, or {CONFIG}=FILE with the table [drafter]",
         )
     return choice
+
+
+def chosen_pausing(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether drafting pauses while it does not pay. Raises: ConfigError for another value than on and off."""
+    named = (os.environ if environment is None else environment).get(PAUSING) or "on"
+    if named not in ("on", "off"):
+        raise ConfigError(f"{PAUSING} is on or off, got {shown(named)}", try_=f"{PAUSING}=off")
+    return named == "on"
 
 
 def chosen_tokenizer(given: Any) -> Any:

@@ -19,11 +19,13 @@ from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import Context, Draft, Drafter, ForwardOutput, ModelInfo, Needs, PrepareEnv, Stats, Verdict
 from specdec.decoding.parts import DrafterPart
 from specdec.errors import SpecdecError, UnsupportedError
+from specdec.hosting.choosing import chosen_pausing
 from specdec.hosting.engines import HostState, HostTarget
 from specdec.hosting.sessions import HostSession, HostSessions
 from specdec.hosting.traces import TraceWriter
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
+from specdec.text.tokenizer import common_prefix
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -42,6 +44,7 @@ class _Pauses:
     """
 
     clock: Callable[[], float]
+    pausing: bool
     drafting: float = 0.0
     saved: float = 0.0
     calls: int = 0
@@ -60,13 +63,13 @@ class _Pauses:
         self._ended = self.clock()
         self.drafting += self._ended - began
         self.calls += 1
-        if self.calls < LOOK_EVERY:
+        if self.calls < LOOK_EVERY or not self.pausing:
             return ""
         drafting, saved = self.drafting, self.saved
         self.calls, self.drafting, self.saved = 0, 0.0, 0.0
         if drafting <= saved:
             return ""
-        self.left = PAUSE
+        self.left, self._ended = PAUSE, None  # the pause saves nothing
         return (
             f"drafting took {drafting:.3g} s in {LOOK_EVERY} calls and saved {saved:.3g} s at most: "
             f"no drafts in the next {PAUSE} calls"
@@ -99,7 +102,7 @@ class HostedDrafter:
         tokenizer: the target's ``specdec.text.Tokenizer``, for drafters with a model of their own.
         sessions: requests that are remembered at the same time; at least those that the host decodes together.
         trace: records every request.
-        pausing: whether drafting pauses while it takes longer than it saves.
+        pausing: whether drafting pauses while it takes longer than it saves; the environment decides if None.
         clock: for the pauses.
 
     Attributes:
@@ -108,6 +111,7 @@ class HostedDrafter:
         failed: sessions in which the drafter failed, by reason.
         off: why nothing is drafted any more; empty while it is.
         asked: calls of ``draft``.
+        pauses: how often drafting paused.
 
     Raises: UnsupportedError, with the reason, for a drafter that needs what the host does not give; and the errors of
         an unknown name, wrong options or a model that cannot be loaded.
@@ -121,7 +125,7 @@ class HostedDrafter:
         tokenizer: Any = None,
         sessions: int = SESSIONS,
         trace: TraceWriter | None = None,
-        pausing: bool = True,
+        pausing: bool | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.info = info
@@ -130,18 +134,23 @@ class HostedDrafter:
         self._part.make(self._target, HostState([], info.max_positions))  # one that cannot start is refused at once
         self._trace = trace
         self._sessions = HostSessions(sessions, self._new, self._end)
-        self._pauses = _Pauses(clock) if pausing else None
+        self._pauses = _Pauses(clock, chosen_pausing() if pausing is None else pausing)
         self.stats = Stats()
         self.faults: dict[str, int] = {}
         self.failed: dict[str, int] = {}
         self.off = ""
         self.asked = 0
-        self._paused = 0
+        self.pauses = 0
 
     @property
     def needs(self) -> Needs:
         """What the drafter needs of the host."""
         return self._part.needs
+
+    @property
+    def paused(self) -> bool:
+        """Whether drafting pauses now, because it took longer than it saved."""
+        return self._pauses.left > 0
 
     @property
     def name(self) -> str:
@@ -160,7 +169,7 @@ class HostedDrafter:
         drafts: list[list[int]] = [[] for _ in histories]
         if self.off:
             return drafts
-        if self._pauses is not None and self._pauses.left:
+        if self.paused:
             self._pauses.left -= 1
             return drafts
         rows = [None if history is None or not len(history) else _array(history) for history in histories]
@@ -170,14 +179,12 @@ class HostedDrafter:
             for session, row in zip(sessions, rows, strict=True)
             if session is not None and row is not None
         )
-        began = 0.0
-        if self._pauses is not None:
-            began = self._pauses.begin(accepted, sum(session is not None for session in sessions))
+        began = self._pauses.begin(accepted, sum(session is not None for session in sessions))
         for number, session in enumerate(sessions):
             if session is not None:
                 drafts[number] = self._propose(session, depth)
-        if self._pauses is not None and (reason := self._pauses.end(began)):
-            self._paused += 1
+        if reason := self._pauses.end(began):
+            self.pauses += 1
             log.warning("speculation_paused", host=self.info.family, drafter=self.name, reason=reason)
         return drafts
 
@@ -225,7 +232,8 @@ class HostedDrafter:
             "accepted": list(self.stats.accepted),
             "faults": dict(self.faults),
             "failed": dict(self.failed),
-            "pauses": self._paused,
+            "pauses": self.pauses,
+            "paused": self.paused,
             "off": self.off,
         }
 
@@ -263,8 +271,7 @@ class HostedDrafter:
                 self._trace.commit(session.number, new)
         if not session.draft or kept < session.drafted_at or len(session) == session.drafted_at:
             return 0
-        pairs = zip(session.draft, session.tokens[session.drafted_at :], strict=False)
-        accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        accepted = common_prefix(session.draft, session.tokens[session.drafted_at :])
         self.stats.count(len(session.draft), accepted)
         session.draft = ()
         return accepted

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, ModelInfo, Needs, Parity, Snapshot, State
+from specdec.contract import ForwardPass, ModelInfo, Parity, State
 from specdec.errors import UnsupportedError
 
 
@@ -63,29 +64,10 @@ class HostTarget(ForwardPass):
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
 
-    def _refused(self) -> UnsupportedError:
-        return UnsupportedError(f"in {self.info.family} a drafter cannot run passes of the target: the host runs them")
+    def _refused(self, *arguments: Any, **options: Any) -> Any:
+        raise UnsupportedError(f"in {self.info.family} a drafter cannot run passes of the target: the host runs them")
 
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
-        raise self._refused()
-
-    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        raise self._refused()
-
-    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        raise self._refused()
-
-    def commit(self, state: State, rows: int) -> None:
-        raise self._refused()
-
-    def rewind(self, state: State, length: int) -> int:
-        raise self._refused()
-
-    def snapshot(self, state: State) -> Snapshot:
-        raise self._refused()
-
-    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
-        raise self._refused()
+    new_state = prefill = decode = commit = rewind = snapshot = restore = _refused
 
 
 def supported(distributions: Sequence[str], first: str, end: str, why: str) -> str:

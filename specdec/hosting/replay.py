@@ -11,6 +11,7 @@ from specdec.errors import UnsupportedError
 from specdec.hosting.drafting import HostedDrafter
 from specdec.hosting.engines import host_info
 from specdec.hosting.traces import TracedRequest
+from specdec.text.tokenizer import common_prefix
 
 
 @attrs.frozen
@@ -61,7 +62,7 @@ def replayed_cycles(
     history, left = list(prompt), list(tokens)
     while left:
         draft = drafter.one(history, min(depth, len(left) - 1))
-        accepted = next((at for at, token in enumerate(draft) if token != left[at]), len(draft))
+        accepted = common_prefix(draft, left)
         history += left[: accepted + 1]
         del left[: accepted + 1]
         yield len(draft), accepted

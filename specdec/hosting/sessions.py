@@ -78,10 +78,8 @@ class HostSessions(Generic[S]):
         for choose in (self._of_the_row, self._longest, self._nearest, self._new):
             for row, history in enumerate(histories):
                 if history is not None and sessions[row] is None:
-                    session = choose(row, history, unused)
-                    sessions[row] = session
-                    if session is not None:
-                        unused.pop(session, None)
+                    sessions[row] = session = choose(row, history, unused)
+                    unused.pop(session, None)  # type: ignore[arg-type]
         used = dict.fromkeys(session for session in sessions if session is not None)
         self._sessions = [session for session in self._sessions if session not in used] + list(used)
         self._batch = sessions
@@ -109,7 +107,6 @@ class HostSessions(Generic[S]):
             oldest, _ = unused.popitem()
             self._sessions.remove(oldest)
             self._ended(oldest)
-        session = self._make()
         self.begun += 1
-        self._sessions.append(session)
-        return session
+        self._sessions.append(self._make())
+        return self._sessions[-1]

@@ -28,6 +28,7 @@ import attrs
 from specdec._version import __version__
 from specdec.config import Choice
 from specdec.errors import PromptError, UnsupportedError, shown
+from specdec.files.reading import parse_json, read_bytes
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 VERSION = 1
+LARGEST = 2**30  # bytes of a file
 
 
 @attrs.frozen
@@ -117,18 +119,18 @@ class TraceWriter:
 
     def begin(self, prompt: Sequence[int], settings: Mapping[str, Any] | None = None) -> int:
         """A request begins; returns its number."""
-        number = self._requests
         self._requests += 1
-        self._record(number, prompt, prompt=list(prompt), **({"settings": dict(settings)} if settings else {}))
-        return number
+        more = {"settings": dict(settings)} if settings else {}
+        self._record(self._requests - 1, "prompt", prompt, **more)
+        return self._requests - 1
 
     def draft(self, request: int, position: int, depth: int, tokens: Sequence[int]) -> None:
         """A draft of at most ``depth`` tokens was asked for after ``position`` tokens."""
-        self._record(request, tokens, position=position, depth=depth, draft=list(tokens))
+        self._record(request, "draft", tokens, position=position, depth=depth)
 
     def commit(self, request: int, tokens: Sequence[int]) -> None:
         """Tokens were committed."""
-        self._record(request, tokens, commit=list(tokens))
+        self._record(request, "commit", tokens)
 
     def rewind(self, request: int, length: int) -> None:
         """Only the first ``length`` tokens stay."""
@@ -144,12 +146,12 @@ class TraceWriter:
             self._file.close()
             self._file = None
 
-    def _record(self, request: int, tokens: Sequence[int] = (), **line: Any) -> None:
+    def _record(self, request: int, what: str = "", tokens: Sequence[int] = (), **line: Any) -> None:
         """Write a line of the request; none after tokens that the reader would refuse."""
         if not all(0 <= token < self._vocab_size for token in tokens):
             self._closed.add(request)
         if request not in self._closed:
-            self._write({"request": request, **line})
+            self._write({"request": request, **({what: list(tokens)} if what else {}), **line})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -171,20 +173,18 @@ def _drop_cut_line(path: str | Path) -> None:
     """Cut off an incomplete last line. Raises: UnsupportedError if the file has lines and is no trace."""
     with open(path, "rb+") as file:
         first = last = file.readline()
-        if not first:
-            return
-        if not isinstance(header := _json(first), dict) or header.get("specdec") != "trace":
+        header = _json(first) if first else {"specdec": "trace"}
+        if not isinstance(header, dict) or header.get("specdec") != "trace":
             raise UnsupportedError(
                 "a trace is not appended to a file of another kind", file=path, try_="the name of a new file"
             )
         for last in file:  # noqa: B007 - the last one is wanted
             pass
-        if last.endswith(b"\n"):
-            return
-        if _json(last) is None:
-            file.truncate(file.tell() - len(last))
-        else:
-            file.write(b"\n")
+        if last and not last.endswith(b"\n"):
+            if _json(last) is None:
+                file.truncate(file.tell() - len(last))
+            else:
+                file.write(b"\n")
 
 
 def _json(line: bytes) -> Any:
@@ -203,15 +203,8 @@ class StreamTrace:
     def __init__(self, path: str | Path, lm: Parts, stream: Stream) -> None:
         named = lm.config.drafter
         drafter = named if named.name == lm.drafter.spec.name else Choice(lm.drafter.spec.name)
-        model = lm.config.target.model
-        self._writer = TraceWriter(
-            path,
-            host="specdec",
-            drafter=drafter,
-            vocab_size=lm.info.vocab_size,
-            model=model,
-            verifier=lm.config.verifier.name,
-        )
+        facts: dict[str, Any] = {"model": lm.config.target.model, "verifier": lm.config.verifier.name}
+        self._writer = TraceWriter(path, host="specdec", drafter=drafter, vocab_size=lm.info.vocab_size, **facts)
         sampling = {name: getattr(stream.settings, name) for name in ("temperature", "seed")}
         self._request = self._writer.begin(stream.prompt, sampling)
 
@@ -235,7 +228,7 @@ def read_trace(path: str | Path) -> Trace:
     Raises: PromptError that names the line.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(path, LARGEST)
     except OSError as error:
         raise PromptError(f"the trace cannot be read: {error.strerror or error}", file=path) from error
     lines = content.splitlines()
@@ -243,8 +236,8 @@ def read_trace(path: str | Path) -> Trace:
     requests: list[TracedRequest] = []
     for number, raw in enumerate(lines, start=1):
         try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            line = parse_json(raw)
+        except ValueError as error:
             if number == len(lines) > 1 and not content.endswith(b"\n"):
                 return Trace(tuple(requests), cut=number)
             raise _wrong(path, number, f"is not JSON: {error}") from error
@@ -271,9 +264,11 @@ class _Section:
         if header.get("version") != VERSION:
             raise ValueError(f"version {shown(header.get('version'))}, and this specdec reads {VERSION}")
         self._vocab_size = _count(header.get("vocab_size"), "vocab_size")
-        options = dict(header.get("drafter") or {})
-        name = options.pop("name", None)
-        self._drafter = Choice(name, options) if isinstance(name, str) and name else None
+        named = header.get("drafter") or {}
+        if not isinstance(named, dict) or not isinstance(named.get("name", ""), str):
+            raise TypeError(f"drafter is an object with a name, got {shown(named, 60)}")
+        options = {key: value for key, value in named.items() if key != "name"}
+        self._drafter = Choice(named["name"], options) if named.get("name") else None
         self._host = str(header.get("host", ""))
         self._requests = requests
         self._open: dict[int, tuple[TracedRequest, list[int]]] = {}  # with all committed tokens, by number

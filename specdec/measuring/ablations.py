@@ -73,11 +73,9 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
         return f"the switches are mistakes in the rules of the {', '.join(FAMILIES)} heads, not of {target.info.family}"
     assert target.model.mtp is not None
     mixer = target.model.mtp.layer.mixer
-    if switch not in ("gate-silu", "no-rotary"):
-        return None
-    if not isinstance(mixer, Attention):
+    if switch in ("gate-silu", "no-rotary") and not isinstance(mixer, Attention):
         return "the head's layer is not plain attention"
-    if switch == "gate-silu" and not mixer.shape.gated:
+    if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.shape.gated:
         return "the head's attention has no output gate"
     return None
 

@@ -113,30 +113,25 @@ class AcceptanceReport(Report):
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of ``accept --csv``: one per class and position; ``speedup`` is of the depth ``position + 1``."""
 
-        def ends(name: str, interval: Interval) -> dict[str, float | None]:
-            low, high = interval or (None, None)
-            return {f"{name}_low": low, f"{name}_high": high}
-
         for group in (*self.classes, self.overall):
             by_depth = {prediction.depth: prediction for prediction in group.predictions}
             for place in group.positions:
-                depth = place.position + 1
-                prediction = by_depth.get(depth)
-                yield {
+                prediction = by_depth.get(place.position + 1)
+                row = {
                     "class": "(all)" if group is self.overall else group.name,
                     "prompts": group.prompts,
-                    **{name: getattr(place, name) for name in ("position", "offered", "reached", "accepted")},
-                    "conditional": place.conditional,
-                    **ends("conditional", place.conditional_interval),
-                    "cumulative": place.cumulative,
-                    **ends("cumulative", place.cumulative_interval),
-                    "depth": depth,
+                    **attrs.asdict(place, recurse=False),
+                    "depth": place.position + 1,
                     "expected_tokens": prediction and prediction.tokens,
                     "speedup": prediction and prediction.speedup,
-                    **ends("speedup", None if prediction is None else prediction.interval),
+                    "speedup_interval": prediction and prediction.interval,
                     "best_depth": group.best and group.best.depth,
                     "verdict": group.verdict and group.verdict.value,
                 }
+                for name in [name for name in row if name.endswith("_interval")]:
+                    low, high = row.pop(name) or (None, None)
+                    row |= {name.replace("interval", "low"): low, name.replace("interval", "high"): high}
+                yield row
 
 
 class AcceptanceMeasurement(Measurement):

@@ -10,7 +10,6 @@ backend.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,8 @@ from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.parts import make_sampling, override_generation
 from specdec.decoding.sequence import PREFILL_CHUNK
 from specdec.errors import PromptError
-from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite
+from specdec.files.reading import parse_json, read_bytes
+from specdec.measuring.divergences import Divergence, GapReport, Verdict, finite, rounding_of
 from specdec.pipeline import LanguageModel
 from specdec.sampling import Rows
 
@@ -98,7 +98,7 @@ class AuditReport(GapReport):
 
     def verdict(self, divergence: Divergence) -> Verdict:
         """Whether rounding explains a divergence; of a sampled run nobody can tell."""
-        return Rounding.of(self.dtype).verdict(divergence.gap if self.temperature == 0 else math.nan)
+        return rounding_of(self.dtype).verdict(divergence.gap if self.temperature == 0 else math.nan)
 
     @property
     def broken_promise(self) -> bool:
@@ -243,10 +243,10 @@ def read_run(path: str | Path) -> RecordedRun:
     """Read ``generate --json`` output. Raises: PromptError or ConfigError saying what is wrong with the file."""
     example = "specdec generate --json > FILE"
     try:
-        data = json.loads(Path(path).read_bytes())
+        data = parse_json(read_bytes(path))
     except OSError as error:
         raise PromptError(f"the run file cannot be read: {error.strerror or error}", file=path) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PromptError(f"the run file is not JSON: {error}", file=path, try_=example) from error
     if isinstance(data, Mapping) and "error" in data:
         raise PromptError("the run file holds an error, not a run", file=path)

@@ -28,6 +28,7 @@ from specdec.measuring.runs import Measurement, Report, Run, cycle_seconds, plai
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
+from specdec.text.tokenizer import common_prefix
 
 if TYPE_CHECKING:
     from specdec.decoding.session import Session
@@ -298,8 +299,8 @@ class BenchMeasurement(Measurement):
         return tuple(rates)
 
     def _compared(self, prompt: Prompt, runs: dict[str, list[Run]]) -> PromptBench:
-        outputs = [run.tokens for run in (*runs["plain"], *runs["speculative"])]
-        places = [place for tokens in outputs if (place := _first_difference(outputs[0], tokens)) is not None]
+        first, *others = [run.tokens for run in (*runs["plain"], *runs["speculative"])]
+        places = [common_prefix(first, tokens) for tokens in others if tokens != first]
         return PromptBench(
             prompt=prompt.name,
             kind=prompt.kind,
@@ -326,16 +327,10 @@ class BenchMeasurement(Measurement):
                 grown[arm] = sessions[arm].fork()
                 prefill[arm] = min(_grow(grown[arm], tokens), prefill.get(arm, math.inf))
             sessions = grown
-            saving: list[float] = []
-
-            def fork(arm: str, saving: list[float] = saving, grown: dict[str, Session] = grown) -> Session:
-                started = perf_counter()
-                copied = grown[arm].fork()
-                if arm == "speculative":
-                    saving.append(perf_counter() - started)
-                return copied
-
-            runs = self._rounds(None, fork)
+            started = perf_counter()
+            grown["speculative"].fork()
+            saving = perf_counter() - started
+            runs = self._rounds(None, lambda arm, grown=grown: grown[arm].fork())  # type: ignore[misc]
             if runs is None:
                 return
             rates = {arm: tokens / seconds for arm in ARMS for tokens, seconds in [_sums(runs[arm])]}
@@ -350,7 +345,7 @@ class BenchMeasurement(Measurement):
                 speedup=rates["speculative"] / rates["plain"],
                 tokens_per_cycle=statistics.fmean(len(run.tokens) / len(run.cycles) for run in runs["speculative"]),
                 state_bytes=sessions["speculative"].sequence.state.nbytes(),
-                save_seconds=min(saving),
+                save_seconds=saving,
                 equal=len(outputs) == 1 or self._synthetic is not None,
             )
 
@@ -423,13 +418,6 @@ def _explained(runs: Sequence[Run]) -> float:
 
 def _mean(cycles: Sequence[CycleRecord]) -> float:
     return statistics.fmean(map(cycle_seconds, cycles))
-
-
-def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
-    if expected == actual:
-        return None
-    pairs = enumerate(zip(expected, actual, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(expected), len(actual)))
 
 
 def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:

@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
 
-from specdec.errors import SpecdecError
-from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite
+from specdec.errors import SpecdecError, UnsupportedError, shown
+from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite, rounding_of
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import TOP, Answer, Engine, Request, Step
 
 END = "(end)"  # in place of a token, where an answer has ended
+SAMPLED = 1.0  # temperature of the requests that are sent beside greedy ones
 PARTIAL = "\ufffd"  # what servers write for bytes that are no whole character
 
 
 @attrs.frozen(kw_only=True)
 class Difference(Divergence):
-    """The first token of a request at which two answers differ.
+    """A token at which two answers to the same text differ.
 
     ``gap`` is taken from the plain answer's row; it is NaN if that row does not say, or if the request was sampled.
     """
@@ -41,13 +43,34 @@ class Difference(Divergence):
     verdict: Verdict = Verdict.UNKNOWN
     reason: str = ""  # for the verdict
 
+    @property
+    def known_gap(self) -> float:
+        """``gap``; of a token that the plain row does not list, the answer's own row tells too, in the same context."""
+        return max(self.gap, self.own_gap) if self.at_least else self.gap
+
+
+@attrs.frozen
+class Text:
+    """A text that both servers continue: a prompt, and what was forced after it.
+
+    Attributes:
+        request, prompt: the prompt's number, from 0, and its file and line.
+        text: to continue.
+        position: tokens of the answer that are in ``text`` already.
+    """
+
+    request: int
+    prompt: str
+    text: str
+    position: int = 0
+
 
 @attrs.frozen(kw_only=True)
 class Pairing:
     """What comparing the answers of two servers found.
 
     Attributes:
-        differences: the requests that differ, at most one each.
+        differences: by request; several where a request was continued after a tie.
         apart: the largest difference between log-probabilities of the same token, in nats, where all tokens so far are
             equal, the first different token's row left out; 0 without a row.
     """
@@ -55,9 +78,14 @@ class Pairing:
     differences: tuple[Difference, ...] = ()
     apart: float = 0.0
 
-    def after(self, request: int, prompt: str, plain: Answer, other: Answer, *, greedy: bool) -> Pairing:
-        """With one more request."""
-        difference, common = compare(request, prompt, plain, other, greedy=greedy)
+    @property
+    def requests(self) -> int:
+        """How many requests differ."""
+        return len({difference.request for difference in self.differences})
+
+    def after(self, text: Text, plain: Answer, other: Answer, *, greedy: bool) -> Pairing:
+        """With one more pair of answers."""
+        difference, common = compare(text, plain, other, greedy=greedy)
         rows = zip(plain.steps[:common], other.steps[:common], strict=True)
         apart = [value for row in rows if not math.isnan(value := _apart(*row))]
         return Pairing(
@@ -65,11 +93,14 @@ class Pairing:
         )
 
 
-def compare(request: int, prompt: str, plain: Answer, other: Answer, *, greedy: bool) -> tuple[Difference | None, int]:
-    """The first difference of two answers to one prompt, None if there is none, and how many tokens are before it."""
+def compare(text: Text, plain: Answer, other: Answer, *, greedy: bool) -> tuple[Difference | None, int]:
+    """The first difference of two answers to one text, None if there is none, and how many tokens are before it.
+
+    Raises: UnsupportedError if the servers name the same tokens differently, which would make everything differ.
+    """
     pairs = list(zip(plain.steps, other.steps, strict=False))
     at = next((n for n, (left, right) in enumerate(pairs) if left.token != right.token), len(pairs))
-    where: dict[str, Any] = {"position": at, "request": request, "prompt": prompt}
+    where: dict[str, Any] = {"position": text.position + at, "request": text.request, "prompt": text.prompt}
     if at == len(plain.steps) == len(other.steps):
         if plain.text == other.text and plain.ended == other.ended:
             return None, at
@@ -80,6 +111,13 @@ def compare(request: int, prompt: str, plain: Answer, other: Answer, *, greedy: 
         why = "one answer ends here, and the end has no log-probability"
         return Difference(**where, chosen=chosen, token=token, why=why), at
     row, others = pairs[at]
+    equal_texts = plain.text == other.text and not (plain.spelled and other.spelled)
+    if type(row.token) is not type(others.token) or (isinstance(row.token, str) and equal_texts):
+        names = " and ".join(shown(step.token, 40) for step in (row, others))
+        raise UnsupportedError(
+            f"the servers name their tokens differently ({names}), so equal tokens would count as different ones",
+            prompt=text.prompt,
+        )
     best, second = _two_best(row)
     below = row.known.get(others.token)
     why = ""
@@ -131,6 +169,7 @@ class ComparisonReport(GapReport):
         speculation: plain against speculative.
         control: plain against plain.
         tolerance: nats that rounding may explain; None if the servers' number format is not known.
+        batch: requests that were sent together.
         failure: why the audit ended early; None if it did not, or was interrupted.
     """
 
@@ -144,6 +183,7 @@ class ComparisonReport(GapReport):
     speculation: Pairing
     control: Pairing
     tolerance: float | None = None
+    batch: int = 1
     failure: SpecdecError | None = None
 
     @property
@@ -163,19 +203,24 @@ class ComparisonReport(GapReport):
     @property
     def title(self) -> str:  # type: ignore[override]
         return (
-            f"{len(self.divergences)} of {self.done} requests differ, {len(self.control.differences)} plain against "
-            f"plain\n{self.plain}  |  {self.speculative}"
+            f"{self.speculation.requests} of {self.done} requests differ, {self.control.requests} plain against plain"
+            f"\n{self.plain}  |  {self.speculative}"
         )
 
     @property
     def limits(self) -> Rounding:
-        """What counts as rounding here: at least twice what plain decoding differs from itself by.
+        """What counts as rounding, and what does not.
 
-        Two logits move against each other by two such steps at most.
+        Nobody can tell up to twice what plain decoding differs from itself by: two logits move against each other by
+        two such steps at most.
         """
-        rounding = Rounding.of("") if self.tolerance is None else Rounding(self.tolerance, self.tolerance)
-        noise = 2 * self.control.apart
-        return Rounding(max(rounding.tie, noise), max(rounding.real, noise))
+        rounding = rounding_of(self.tolerance)
+        return attrs.evolve(rounding, real=max(rounding.real, 2 * self.control.apart))
+
+    @property
+    def logprobs_verdict(self) -> Verdict:
+        """Whether rounding explains how far the log-probabilities of equal tokens are apart."""
+        return self.limits.verdict(self.speculation.apart)
 
     def verdict(self, divergence: Difference) -> Verdict:
         return divergence.verdict
@@ -199,8 +244,7 @@ class ComparisonReport(GapReport):
             size = f"{difference.chosen_gap:.3g} nats"
             return Verdict.UNKNOWN, f"plain decoding's own token is {size} below its best: it is not greedy"
         unlisted = difference.at_least
-        # the context is the same, so the differing answer's own row tells too
-        gap = max(difference.gap, difference.own_gap) if unlisted else difference.gap
+        gap = difference.known_gap
         verdict = limits.verdict(gap)
         size = f"{'at least ' if unlisted and gap == difference.gap else ''}{gap:.3g} nats"
         if verdict is Verdict.TIE and not unlisted:
@@ -211,6 +255,9 @@ class ComparisonReport(GapReport):
                 return Verdict.REAL, f"{why}, and {apart}"
             return Verdict.UNKNOWN, why
         if verdict is not Verdict.REAL:
+            if gap > rounding_of(self.tolerance).real:
+                noise = f"plain against plain has log-probabilities {self.control.apart:.3g} nats apart"
+                return Verdict.UNKNOWN, f"{size} below the best, and {noise}"
             return (
                 Verdict.UNKNOWN,
                 f"{size} is rounding in one number format and not in another: say which with --tolerance",
@@ -227,13 +274,14 @@ class ComparisonReport(GapReport):
         """The object that ``audit --json`` prints; a number that is not known or not finite is null."""
 
         def counted(pairing: Pairing) -> dict[str, Any]:
-            return {"count": len(pairing.differences), "share": len(pairing.differences) / self.done}
+            return {"count": pairing.requests, "share": pairing.requests / self.done}
 
         verdicts = self.verdicts()
         return {
             "plain": self.plain,
             "speculative": self.speculative,
-            **attrs.asdict(self.request),
+            **attrs.asdict(self.request, filter=lambda field, _: field.name != "ids"),
+            "batch": self.batch,
             "requests": self.done,
             "planned": self.planned,
             "partial": self.partial,
@@ -247,6 +295,7 @@ class ComparisonReport(GapReport):
                 ],
             },
             "logprobs_apart": self.speculation.apart,
+            "logprobs_verdict": self.logprobs_verdict.value,
             "rounding": {"tie_up_to": self.limits.tie, "real_above": self.limits.real},
             "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
             "differences": [_described(difference, "why") for difference in self.divergences],
@@ -265,12 +314,16 @@ def _described(difference: Difference, *left_out: str) -> dict[str, Any]:
 class Comparison:
     """An audit that can be stopped between requests.
 
+    After a difference that rounding may explain, both servers go on from the plain answer's token.
+
     Args:
         plain, speculative: the servers; the same one twice shows its own noise only.
         prompts: the texts to continue; chat templates are the servers' business.
         request: how to generate.
         tolerance: nats that count as rounding; if None, those between what the finest and the coarsest number format
             explain are not judged.
+        batch: requests sent together to the server with speculation, and in the control, each beside one that is
+            sampled if ``request`` is greedy, and greedy if it is sampled. Plain answers are asked for one at a time.
         progress: called with the requests done and their total.
     """
 
@@ -282,10 +335,11 @@ class Comparison:
         request: Request,
         *,
         tolerance: float | None = None,
+        batch: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._plain, self._speculative = plain, speculative
-        self._prompts, self._request, self._tolerance = prompts, request, tolerance
+        self._prompts, self._request, self._tolerance, self._batch = prompts, request, tolerance, batch
         self._progress = progress or (lambda done, planned: None)
         self._stopped = False
 
@@ -295,33 +349,39 @@ class Comparison:
 
     def run(self) -> ComparisonReport:
         """Ask. Raises: SpecdecError if no request was answered; a later failure ends the audit, and is reported."""
-        request, greedy = self._request, self._request.temperature == 0
+        greedy = self._request.temperature == 0
         speculation, control = Pairing(), Pairing()
         gaps: list[float] = []
         tokens = done = 0
         failure: SpecdecError | None = None
-        for number, prompt in enumerate(self._prompts):
-            if self._stopped and done:
-                break
+        waiting = [Text(number, prompt.name, prompt.text) for number, prompt in enumerate(self._prompts)]
+        while waiting and not (self._stopped and done):
+            texts, waiting = waiting[: self._batch], waiting[self._batch :]
             try:
-                plain, other, again = (
-                    engine.answer(prompt.text, request) for engine in (self._plain, self._speculative, self._plain)
-                )
+                answers = self._answers(texts)
+                forced: list[Text] = []
+                for text, plain, other, again in zip(texts, *answers, strict=True):
+                    before = len(speculation.differences)
+                    speculation = speculation.after(text, plain, other, greedy=greedy)
+                    control = control.after(text, plain, again, greedy=greedy)
+                    done += not text.position
+                    steps = plain.steps
+                    if following := self._forced(text, plain, speculation.differences[before:]):
+                        steps = steps[: following[0].position - text.position]  # the rest is answered again
+                    forced += following
+                    tokens += len(steps)
+                    gaps += [best - second for best, second in map(_two_best, steps) if second > -math.inf]
             except SpecdecError as error:
                 if not done:
                     raise
                 failure = error
                 break
-            speculation = speculation.after(number, prompt.name, plain, other, greedy=greedy)
-            control = control.after(number, prompt.name, plain, again, greedy=greedy)
-            tokens += len(plain.steps)
-            gaps += [best - second for best, second in map(_two_best, plain.steps) if second > -math.inf]
-            done += 1
+            waiting = forced + waiting
             self._progress(done, len(self._prompts))
         return ComparisonReport(
             plain=self._plain.name,
             speculative=self._speculative.name,
-            request=request,
+            request=self._request,
             done=done,
             planned=len(self._prompts),
             tokens=tokens,
@@ -329,5 +389,48 @@ class Comparison:
             speculation=speculation,
             control=control,
             tolerance=self._tolerance,
+            batch=self._batch,
             failure=failure,
         )
+
+    def _answers(self, texts: Sequence[Text]) -> tuple[list[Answer], list[Answer], list[Answer]]:
+        """Plain answers, those under speculation, and plain ones again, with tokens in one form."""
+        answers = (
+            [self._plain.answer(text.text, self._left(text)) for text in texts],
+            self._together(self._speculative, texts),
+            self._together(self._plain, texts),
+        )
+        forms = {type(step.token) for group in answers for answer in group for step in answer.steps}
+        if len(forms) > 1 and self._request.ids:
+            self._request = attrs.evolve(self._request, ids=False)
+            return self._answers(texts)
+        return answers
+
+    def _left(self, text: Text) -> Request:
+        """The request for the tokens that are not in the text already."""
+        return attrs.evolve(self._request, max_new_tokens=self._request.max_new_tokens - text.position)
+
+    def _together(self, engine: Engine, texts: Sequence[Text]) -> list[Answer]:
+        if self._batch == 1:
+            return [engine.answer(text.text, self._left(text)) for text in texts]
+        temperature = SAMPLED if self._request.temperature == 0 else 0.0
+        with ThreadPoolExecutor(2 * len(texts)) as pool:
+            pending = [
+                pool.submit(engine.answer, text.text, request)
+                for text in texts
+                for request in (self._left(text), attrs.evolve(self._left(text), temperature=temperature))
+            ]
+            return [future.result() for future in pending][::2]
+
+    def _forced(self, text: Text, plain: Answer, differences: Sequence[Difference]) -> list[Text]:
+        """The text up to and with plain decoding's token, if rounding may explain a difference there."""
+        for difference in differences:
+            position = difference.position + 1
+            explained = rounding_of(self._tolerance).verdict(difference.known_gap) is not Verdict.REAL
+            if explained and not difference.why and position < self._request.max_new_tokens:
+                length = position - text.position
+                again = self._plain.answer(text.text, attrs.evolve(self._request, max_new_tokens=length))
+                same = [step.token for step in again.steps] == [step.token for step in plain.steps[:length]]
+                if same and not again.ended and not again.text.endswith(PARTIAL):
+                    return [Text(text.request, text.prompt, text.text + again.text, position)]
+        return []

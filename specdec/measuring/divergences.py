@@ -44,17 +44,19 @@ class Rounding:
     tie: float
     real: float
 
-    @classmethod
-    def of(cls, dtype: str) -> Rounding:
-        """That of a format; of a format that is not known, whatever any of ``ROUNDING`` allows."""
-        known = [ROUNDING[dtype]] if dtype in ROUNDING else list(ROUNDING.values())
-        return cls(min(known), max(known))
-
     def verdict(self, gap: float) -> Verdict:
         """The verdict on a token ``gap`` nats below the best one."""
         if math.isnan(gap):
             return Verdict.UNKNOWN
         return Verdict.TIE if gap <= self.tie else Verdict.REAL if gap > self.real else Verdict.UNKNOWN
+
+
+def rounding_of(explained: float | str | None) -> Rounding:
+    """From nats that rounding explains, or a number format; whatever any of ``ROUNDING`` allows if it is not known."""
+    if isinstance(explained, float | int):
+        return Rounding(explained, explained)
+    known = [ROUNDING[explained]] if explained and explained in ROUNDING else list(ROUNDING.values())
+    return Rounding(min(known), max(known))
 
 
 @attrs.frozen

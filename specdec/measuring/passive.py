@@ -6,46 +6,18 @@ bits. Each draft is compared with the tokens that were then generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specdec.contract import Context, Draft, Drafter, DrafterSnapshot, ForwardOutput, Guarantee, Verdict
+from specdec.contract import Context, Draft, Drafter, Guarantee
 from specdec.errors import UnsupportedError
+from specdec.text.tokenizer import common_prefix
 
 if TYPE_CHECKING:
     from specdec.measuring.runs import Run
     from specdec.pipeline import LanguageModel
-
-_NOTHING = Draft(())
-
-
-class PassiveDrafter(Drafter):
-    """Asks another drafter for drafts, keeps them, and proposes none."""
-
-    def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
-        self.drafts: dict[int, tuple[int, ...]] = {}  # committed tokens before the draft -> draft
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        self.drafts[len(context)] = tuple(self._inner.propose(context, depth).tokens[:depth])
-        return _NOTHING
-
-    def prefill(self, context: Context, output: ForwardOutput) -> None:
-        self._inner.prefill(context, output)
-
-    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
-        self._inner.observe(verdict, output, context)
-
-    def rewind(self, length: int) -> None:
-        self._inner.rewind(length)
-
-    def snapshot(self, context: Context) -> DrafterSnapshot | None:
-        return self._inner.snapshot(context)
-
-    def report(self) -> Mapping[str, Any]:
-        return self._inner.report()
 
 
 def passive(lm: LanguageModel) -> tuple[LanguageModel, Callable[[Run], Run]]:
@@ -60,23 +32,28 @@ def passive(lm: LanguageModel) -> tuple[LanguageModel, Callable[[Run], Run]]:
             try_='verifier.name = "strict", or an active measurement',
         )
     spec = lm.drafter.spec
-    watched: list[PassiveDrafter] = []
+    drafts: dict[int, tuple[int, ...]] = {}  # of the last session: committed tokens before the draft -> draft
 
     def factory(config: Any, env: Any) -> Drafter:
-        watched.append(PassiveDrafter(spec.factory(config, env)))
-        return watched[-1]
+        drafter = spec.factory(config, env)
+        propose = drafter.propose
+        drafts.clear()
+
+        def keep(context: Context, depth: int) -> Draft:
+            drafts[len(context)] = tuple(propose(context, depth).tokens[:depth])
+            return Draft(())
+
+        drafter.propose = keep  # type: ignore[method-assign]
+        return drafter
 
     def with_drafts(run: Run) -> Run:
-        drafts = watched[-1].drafts
         tokens = (*run.prompt_tokens, *run.tokens)
         cycles = []
         for cycle in run.cycles:
             following = tokens[cycle.position :]
             drafted = drafts.get(cycle.position, ())[: len(following)]
-            pairs = enumerate(zip(drafted, following, strict=False))
-            accepted = next((i for i, (ours, theirs) in pairs if ours != theirs), len(drafted))
+            accepted = common_prefix(drafted, following)
             cycles.append(attrs.evolve(cycle, drafted=drafted, offered=len(drafted), accepted=accepted))
-        watched.clear()
         return attrs.evolve(run, cycles=tuple(cycles))
 
     part = attrs.evolve(lm.drafter, spec=attrs.evolve(spec, factory=factory))

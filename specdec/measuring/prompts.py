@@ -7,7 +7,6 @@ if it has one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 
 from specdec.checking import between, checked, checked_fields
-from specdec.errors import PromptError, did_you_mean
-from specdec.files.reading import read_bytes
+from specdec.errors import PromptError, did_you_mean, shown
+from specdec.files.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from specdec.text import Tokenizer
@@ -97,10 +96,11 @@ def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
     for number, line in lines:
         source = f"{file.name}, line {number}"
         if json_lines:
-            try:
-                prompt = _from_json(line, source)
-            except PromptError as error:
-                raise PromptError(error.message, file=file, line=number, try_=EXAMPLE) from error
+            data = _parsed(line)
+            if wrong := _wrong(data, line):
+                raise PromptError(wrong, file=file, line=number, try_=EXAMPLE)
+            kind = data["class"].strip()
+            prompt = Prompt(kind=kind, text=data["prompt"], chat=data.get("chat", kind in CHAT_CLASSES), source=source)
         else:
             prompt = Prompt(kind=PLAIN_CLASS, text=line.rstrip("\r"), source=source)
         prompts.setdefault(prompt.kind, []).append(prompt)
@@ -110,28 +110,25 @@ def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
 def _parsed(line: str) -> Any:
     """The value of a line of JSON, or the error."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return parse_json(line)
+    except ValueError as error:
         return error
 
 
-def _from_json(line: str, source: str) -> Prompt:
-    data = _parsed(line)
+def _wrong(data: Any, line: str) -> str:
+    """What is wrong with a line of JSON; empty if nothing is."""
     if isinstance(data, Exception):
-        raise PromptError(f"a line of the prompt file is not JSON: {data}")
+        return f"a line of the prompt file is not JSON: {data}"
     if not isinstance(data, dict):
-        raise PromptError(f"a line of the prompt file is not a JSON object: {line.strip()[:40]}")
-    for key in data:
-        if key not in KEYS:
-            raise PromptError(f"a prompt has the keys {', '.join(KEYS)}, got {key!r}.{did_you_mean(key, KEYS)}")
+        return f"a line of the prompt file is not a JSON object: {line.strip()[:40]}"
+    for key in data.keys() - KEYS:
+        return f"a prompt has the keys {', '.join(KEYS)}, got {shown(key, 40)}.{did_you_mean(key, KEYS)}"
     for key in ("class", "prompt"):
         if not isinstance(data.get(key), str) or not data[key].strip():
-            raise PromptError(f"{key!r} is a string that is not empty, got {data.get(key)!r}")
-    kind = data["class"].strip()
-    chat = data.get("chat", kind in CHAT_CLASSES)
-    if not isinstance(chat, bool):
-        raise PromptError(f"'chat' is true or false, got {chat!r}")
-    return Prompt(kind=kind, text=data["prompt"], chat=chat, source=source)
+            return f"{key!r} is a string that is not empty, got {shown(data.get(key), 40)}"
+    if not isinstance(chat := data.get("chat", False), bool):
+        return f"'chat' is true or false, got {shown(chat, 40)}"
+    return ""
 
 
 @checked(PromptError)

@@ -6,10 +6,10 @@ The standard library's client is enough for one request at a time, so that audit
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import math
-import time
+import queue
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -28,12 +28,16 @@ EXAMPLE = "http://127.0.0.1:8000/v1"
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """How an answer is generated. A seed matters above temperature 0 only."""
+    """How an answer is generated. A seed matters above temperature 0 only.
+
+    ``ids`` asks for tokens by id where the server has them; otherwise tokens are texts.
+    """
 
     max_new_tokens: int = 32
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    ids: bool = True
 
 
 @attrs.frozen
@@ -63,6 +67,11 @@ class Answer:
     steps: tuple[Step, ...]
     text: str
     ended: bool
+
+    @property
+    def spelled(self) -> bool:
+        """Whether the tokens are texts that make up the answer's."""
+        return "".join(str(step.token) for step in self.steps) == self.text
 
 
 class Engine(Protocol):
@@ -117,7 +126,7 @@ class ServerEngine:
         self._timeout = timeout
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._model, owner = self._choose(model)
-        self._fields = {"return_tokens_as_token_ids": True} if owner == "vllm" else {}  # several tokens share a text
+        self._vllm = owner == "vllm"  # which gives ids on request; several tokens share a text
         self.name = f"{self._model} at {self._url}"
 
     def answer(self, prompt: str, request: Request) -> Answer:
@@ -130,11 +139,11 @@ class ServerEngine:
             "logprobs": TOP,
             **({"seed": request.seed} if request.temperature > 0 else {}),
             **({"ignore_eos": True} if request.ignore_eos else {}),
-            **self._fields,
+            **({"return_tokens_as_token_ids": True} if self._vllm and request.ids else {}),
         }
         data = self._request("/completions", body)
         try:
-            return read_completion(data, request.max_new_tokens)
+            return read_completion(data, request.max_new_tokens, ids=request.ids)
         except SpecdecError as error:
             hint = "the option of the server that switches log-probabilities on" if "no log" in error.message else None
             raise UnsupportedError(error.message, server=self._url, try_=hint) from None
@@ -165,15 +174,38 @@ class ServerEngine:
         )
 
     def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """The JSON of a response. Raises: UnsupportedError."""
+        """The JSON of a response. Raises: UnsupportedError.
+
+        Waits for a thread: a server that sends a byte now and then lets no read time out, nor does ``100 Continue``.
+        """
+        replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                replies.put((self._exchange(path, body), None))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                replies.put((None, error))
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            value, error = replies.get(timeout=self._timeout)
+        except queue.Empty:
+            raise self._late() from None
+        if error is not None:
+            raise error
+        return value
+
+    def _exchange(self, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
-        until = time.monotonic() + self._timeout
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
                 if response.headers.get_content_type() == "text/event-stream":
                     raise self._error("the server streams, although no stream was requested")
-                return parse_json(self._read(response, until))
+                content = response.read(LARGEST + 1)
+                if len(content) > LARGEST:
+                    raise self._error(f"the server's answer has more than {LARGEST:,} bytes")
+                return parse_json(content)
         except urllib.error.HTTPError as error:
             raise self._error(f"the server answers {error.code} to {path}: {_reason(error)}") from None
         except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
@@ -184,16 +216,6 @@ class ServerEngine:
             raise self._error(f"the server cannot be reached: {text}") from None
         except ValueError as error:  # of parse_json
             raise self._error(f"the server's answer to {path} is not JSON: {error}") from None
-
-    def _read(self, response: http.client.HTTPResponse, until: float) -> bytes:
-        data = bytearray()
-        while chunk := response.read1(2**16):
-            data += chunk
-            if len(data) > LARGEST:
-                raise self._error(f"the server's answer has more than {LARGEST:,} bytes")
-            if time.monotonic() > until:
-                raise self._late()
-        return bytes(data)
 
     def _error(self, message: str) -> UnsupportedError:
         return UnsupportedError(message, server=self._url)
@@ -233,8 +255,10 @@ def _reason(error: urllib.error.HTTPError) -> str:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def read_completion(body: Any, max_new_tokens: int) -> Answer:
-    """The answer in a completion's body. Raises: UnsupportedError saying what is missing or wrong in it.
+def read_completion(body: Any, max_new_tokens: int, *, ids: bool = True) -> Answer:
+    """The answer in a completion's body, with tokens by id where it has ids and ``ids`` is set.
+
+    Raises: UnsupportedError saying what is missing or wrong in it.
 
     The lists ``tokens``, ``token_logprobs`` and ``top_logprobs`` are OpenAI's; llama.cpp writes ``content``, the
     entries of OpenAI's chat completions, here too.
@@ -248,7 +272,7 @@ def read_completion(body: Any, max_new_tokens: int) -> Answer:
     if logprobs is None:
         raise UnsupportedError("the answer has no log-probabilities")
     if isinstance(logprobs, Mapping) and "content" in logprobs:
-        steps = tuple(map(_entry, _field(logprobs, "content", list, "logprobs")))
+        steps = tuple(_entry(entry, ids) for entry in _field(logprobs, "content", list, "logprobs"))
     else:
         steps = _lists(logprobs)
     if text and not steps:
@@ -298,17 +322,17 @@ def _token(text: str) -> int | str:
     return int(number) if number != text and number.isdecimal() and len(number) < 12 else text
 
 
-def _entry(entry: Any) -> Step:
+def _entry(entry: Any, ids: bool) -> Step:
     top = entry.get("top_logprobs") if isinstance(entry, Mapping) else None
     if not isinstance(top, list | None):
         raise UnsupportedError(f"the answer's 'top_logprobs' takes a list, got {typed(top, 60)}")
-    (token, logprob), *others = itertools.starmap(_pair, [(entry,), *((other,) for other in top or ())])
+    (token, logprob), *others = [_pair(one, ids) for one in (entry, *(top or ()))]
     return Step(token, logprob, dict(others))
 
 
-def _pair(entry: Any) -> tuple[int | str, float]:
-    """Token and log-probability; an id rather than a text."""
-    token = entry.get("id") if isinstance(entry, Mapping) else None
+def _pair(entry: Any, ids: bool) -> tuple[int | str, float]:
+    """Token and log-probability."""
+    token = entry.get("id") if ids and isinstance(entry, Mapping) else None
     if type(token) is not int:
         token = _field(entry, "token", str, "log-probability")
     return token, _logprob(entry.get("logprob"))

@@ -18,6 +18,7 @@ from specdec.config import Choice
 from specdec.contract import Stats
 from specdec.errors import PromptError
 from specdec.hosting import HostedDrafter, read_trace, recorded_drafter, replayed_cycles
+from specdec.measuring.runs import Generations
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +60,7 @@ class TrafficReport:
         return {**attrs.asdict(self), "saved": self.saved, "tokens_per_pass": self.tokens_per_pass}
 
 
-class TrafficReplay:
+class TrafficReplay(Generations):
     """Replays the requests of a trace with one drafter; after ``stop`` the report covers the finished ones.
 
     Args:
@@ -82,28 +83,18 @@ class TrafficReplay:
         tokenizer: Any = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        super().__init__()
         trace = read_trace(path)
-        self._requests, self._cut = (
-            [request for request in trace.requests if request.tokens and request.prompt],
-            trace.cut,
-        )
+        self._requests = [request for request in trace.requests if request.tokens and request.prompt]
+        self._cut = trace.cut
         if not self._requests:
             raise PromptError("the trace has no request that generated a token", file=path)
-        self._choice, self._depth, self._tokenizer = choice, depth, tokenizer
+        self._choice, self._depth = choice, depth
         self._progress = progress or (lambda done, planned: None)
         self._drafters: dict[int, HostedDrafter] = {}
         for request in self._requests:  # fail before anything is replayed
-            self._drafter(request.vocab_size)
-        self.stopping = False
-
-    def stop(self) -> None:
-        """End early. Safe to call from a signal handler."""
-        self.stopping = True
-
-    def _drafter(self, vocab_size: int) -> HostedDrafter:
-        if vocab_size not in self._drafters:
-            self._drafters[vocab_size] = recorded_drafter(self._choice, vocab_size, self._tokenizer)
-        return self._drafters[vocab_size]
+            if (size := request.vocab_size) not in self._drafters:
+                self._drafters[size] = recorded_drafter(choice, size, tokenizer)
 
     def run(self) -> TrafficReport:
         """Replay."""
@@ -112,7 +103,7 @@ class TrafficReplay:
         for request in self._requests:
             if self.stopping:
                 break
-            drafter = self._drafter(request.vocab_size)
+            drafter = self._drafters[request.vocab_size]
             before = sum(drafter.failed.values())
             for offered, accepted in replayed_cycles(drafter, request.prompt, request.tokens, self._depth):
                 stats.cycles += 1

@@ -94,9 +94,9 @@ class CostIdentity:
     device: str
     dtype: str
     kernels: str
-    processor: str
-    libraries: str  # installed versions of machine.LIBRARIES
-    specdec: str
+    processor: str = attrs.field(factory=machine.processor)
+    libraries: str = attrs.field(factory=machine.library_versions)  # installed versions of machine.LIBRARIES
+    specdec: str = __version__
     drafter: str  # its name and configuration
     cores: int
     threads: int  # torch's, in this process
@@ -104,19 +104,8 @@ class CostIdentity:
     @classmethod
     def of(cls, info: ModelInfo, *, drafter: str, cores: int, threads: int) -> CostIdentity:
         """The current identity of a loaded target and a drafter."""
-        return cls(
-            model=info.fingerprint,
-            backend=info.backend,
-            device=info.device,
-            dtype=info.dtype,
-            kernels=info.kernels,
-            processor=machine.processor(),
-            libraries=machine.library_versions(),
-            specdec=__version__,
-            drafter=drafter,
-            cores=cores,
-            threads=threads,
-        )
+        facts = {name: getattr(info, name) for name in ("backend", "device", "dtype", "kernels")}
+        return cls(model=info.fingerprint, **facts, drafter=drafter, cores=cores, threads=threads)
 
     def path(self) -> Path | None:
         """The file of this identity's table; None if tables are not kept, or the model has no fingerprint."""
@@ -191,8 +180,8 @@ def _seconds(value: object) -> float:
 
 def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:
     """Write a table and its identity, replacing the file atomically. Raises: OSError."""
-    data = {"format": FORMAT, "identity": attrs.asdict(identity)}
-    data |= {"verify": table.verify, "draft": table.draft, "commit": table.commit}
+    seconds = {"verify": table.verify, "draft": table.draft, "commit": table.commit}
+    data = {"format": FORMAT, "identity": attrs.asdict(identity), **seconds}
     make_folder(path.parent)
     with replacing(path) as new:
         new.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -75,6 +75,8 @@ HEADER = {"specdec": "trace", "version": 1, "vocab_size": 10}
         ([{"a": 1}], "line 1 .* no header of a trace"),
         ([{**HEADER, "version": 9}], "version 9, and this specdec reads 1"),
         ([{**HEADER, "vocab_size": "many"}], "vocab_size is a whole number"),
+        ([{**HEADER, "drafter": "ngram"}], "drafter is an object with a name, got 'ngram'"),
+        ([{**HEADER, "drafter": {"name": 3}}], "drafter is an object with a name"),
         ([HEADER, {"request": 0, "commit": [1]}], "line 2 .* has not begun"),
         ([HEADER, {"request": 0, "prompt": [10]}], "line 2 .* from 0 to 9"),
         ([HEADER, {"request": 0, "prompt": []}, {"request": 0, "prompt": []}], "line 3 .* begins twice"),

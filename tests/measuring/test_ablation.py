@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 import specdec
@@ -109,19 +108,6 @@ def test_outputs_are_compared_to_their_last_token() -> None:
     assert ablation_report("no-rotary", right, [run(1, 2, 3), run(1, 2, 4)], 2).equal == 1
     assert ablation_report("no-rotary", right, [run(1, 2, 3), run(1, 2)], 2).equal == 1
     assert ablation_report("no-rotary", right, right, 2).equal == 2
-
-
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_each_mistake_changes_the_logits(switch: str, make_target: Callable[..., Any]) -> None:
-    """A switch that did nothing would agree with the right head."""
-    target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
-    seen = []
-    for model in (target, AblatedLM(target, (switch,))):
-        run = Run(model)
-        run.prefill(prompt_of(20))
-        run.draft(2)
-        seen.append(run.target.seen[1 if switch == "chain-pre-norm" else 0])
-    assert np.abs(seen[0] - seen[1]).max() > 1e-3 * np.abs(seen[0]).max()
 
 
 def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..., Any], kernels: str) -> None:

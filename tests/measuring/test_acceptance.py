@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import specdec
 from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter, Stats
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
@@ -248,11 +247,6 @@ def test_what_cannot_be_measured_is_refused(scripted):
     lm = with_drafter(lm, name="none")
     with pytest.raises(UnsupportedError, match="nothing to measure"):
         AcceptanceMeasurement(lm, prompts("a"))
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return specdec.load(depth=1)
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

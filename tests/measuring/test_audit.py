@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from specdec.config import Choice
 from specdec.contract import Logits, Parity
 from specdec.decoding.parts import make_verifier
 from specdec.errors import ConfigError, PromptError, UnsupportedError
+from specdec.hosting import read_trace
 from specdec.measuring.audit import AuditReport, audit, read_run
 from specdec.measuring.divergences import GAP_EDGES, Divergence, Verdict, bin_label
 from specdec.measuring.plots import plot_audit, save_figure
@@ -265,8 +267,12 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: pathlib.Path) -> None:
         file.write_bytes(text.encode("latin-1"))
         with pytest.raises(PromptError, match=reason):
             read_run(file)
-    with pytest.raises(PromptError, match="cannot be read"):
-        read_run(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "pipe", "it is a named pipe")):
+        with pytest.raises(PromptError, match=f"cannot be read: {reason}"):
+            read_run(path)
+        with pytest.raises(PromptError, match=f"cannot be read: {reason}"):
+            read_trace(path)
     file.write_text('{"prompt": [1], "tokens": [2], "generation": {"temperature": "hot"}}')
     with pytest.raises(ConfigError, match=r"generation\.temperature takes a number"):
         read_run(file)

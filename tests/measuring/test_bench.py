@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
@@ -169,37 +166,6 @@ def test_prediction_and_terms_by_hand() -> None:
     assert drafting.speedup_if_free == pytest.approx(2.5 * 1.5 / 2.0)
     assert bookkeeping.speedup_if_free == pytest.approx(2.5 * 1.5 / 2.75)
     assert bench_module._if_accepted(cycles, plain_cycles) == pytest.approx(1.5 * 3 / 2.75)
-
-
-seconds = st.floats(1e-4, 1.0)
-a_cycle = st.integers(0, 3).flatmap(
-    lambda offered: st.builds(cycle, st.just(offered), st.integers(1, offered + 1), seconds, seconds, seconds)
-)
-
-
-@given(st.lists(a_cycle, min_size=1, max_size=8), st.lists(seconds, min_size=1, max_size=4))
-def test_nothing_that_is_free_makes_it_slower(cycles: list[CycleRecord], steps: list[float]) -> None:
-    """And with the three parts free at once, a cycle would cost a plain step and emit its tokens: E times as fast."""
-    plain_cycles = [cycle(0, 1, 0.0, step, step / 8) for step in steps]
-    step = statistics.fmean(1.125 * one for one in steps)
-    tokens = statistics.fmean(len(one.emitted) for one in cycles)
-    whole = statistics.fmean(one.draft_seconds + one.verify_seconds + one.commit_seconds for one in cycles)
-    terms = bench_module._terms(cycles, plain_cycles, COSTS)
-    speedup = tokens * step / whole
-    saved = 0.0
-    for term in terms:
-        assert term.speedup_if_free >= speedup * (1 - 1e-12)
-        saved += whole - tokens * step / term.speedup_if_free
-    if all(one >= step for one in (whole - saved,)):
-        assert tokens * step / (whole - saved) <= tokens * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "got", "place"),
-    [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 9, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (4,), 0)],
-)
-def test_the_first_difference(wanted: tuple[int, ...], got: tuple[int, ...], place: int | None) -> None:
-    assert bench_module._first_difference(wanted, got) == place
 
 
 # --- contexts --------------------------------------------------------------------------------------------------------

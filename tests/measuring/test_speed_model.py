@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.measuring.speed_model import (
-    NOT_WORTH_IT,
-    TURN_ON,
-    Advice,
-    Prediction,
-    advise,
-    best,
-    break_even,
-    expected_tokens,
-)
+from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, break_even, expected_tokens
 
 shares = st.floats(0.0, 1.0)
 
@@ -50,22 +41,6 @@ def test_at_the_break_even_a_depth_is_as_fast_as_plain_decoding(cost, depth):
         assert enumerated([needed] * depth) == pytest.approx(cost, abs=1e-6)
         if needed > 1e-3:
             assert enumerated([needed - 1e-3] * depth) < cost
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "step", "depth", "speedup"),
-    [(0.5, 0.02, 4, 1.79), (0.6, 0.25, 2, 1.31), (0.8, 0.05, 8, 3.09), (0.9, 0.15, 8, 2.78), (0.95, 0.4, 6, 1.77)],
-)
-def test_best_depth_of_one_acceptance_and_a_cost_per_token(acceptance, step, depth, speedup):
-    """Worked out by hand from Leviathan's formula, a cycle costing ``1 + step * k``."""
-    predictions = [
-        Prediction(depth=k, tokens=tokens, speedup=tokens / (1 + step * k), interval=None)
-        for k in range(1, 31)
-        for tokens in [expected_tokens([acceptance] * k)]
-    ]
-    found = best(predictions)
-    assert found.depth == depth
-    assert found.speedup == pytest.approx(speedup, abs=0.005)
 
 
 @given(st.floats(0.1, 5.0), st.floats(0.0, 3.0))

@@ -152,6 +152,12 @@ def test_measuring_prices_every_depth_and_changes_nothing(demo):
     assert demo.generate("def add", max_new_tokens=24, ignore_eos=True).tokens == before.tokens
 
 
+def test_no_verifier_of_the_users_is_called_before_a_generation(demo):
+    lm = attrs.evolve(demo, verifier=None)
+    assert measure_costs(lm, (0, 1)).verify.keys() == {1, 2}
+    warm_up(lm, (1, 2))
+
+
 def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(demo):
     table = measure_costs(demo, budget_s=0.0)
     assert sorted(table.verify) == [1, 7]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
+from prometheus_client import Counter, Gauge
 from specdec.checkpoints.locate import is_hub_id
 from specdec.config import Choice
 from specdec.contract import ModelInfo
@@ -36,6 +37,10 @@ HOST = "vllm"
 FIRST, END = "0.32", "0.34"
 _FILE = "tokenizer.json"
 SESSIONS = 256  # remembered requests, at least
+PAUSED = Gauge(
+    "specdec:drafting_paused", "1 while drafting pauses, as it took longer than it saved", multiprocess_mode="max"
+)
+PAUSES = Counter("specdec:drafting_pauses", "How often drafting paused")
 
 
 class Proposer:
@@ -92,7 +97,11 @@ class Proposer:
             token_ids_cpu[row, : int(num_tokens_no_spec[row])] if len(sampled) else None
             for row, sampled in enumerate(sampled_token_ids)
         ]
-        return self.hosted.draft(histories, self._depth)
+        pauses = self.hosted.pauses
+        drafts = self.hosted.draft(histories, self._depth)
+        PAUSES.inc(self.hosted.pauses - pauses)
+        PAUSED.set(self.hosted.paused)
+        return drafts
 
 
 def _log_as_the_host() -> None:

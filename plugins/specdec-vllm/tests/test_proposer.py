@@ -16,10 +16,12 @@ from conftest import versions
 from faulty import FAULTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 from simulated import VOCAB, plain, random_requests, serve
 from specdec.config import load_config
 from specdec.errors import SpecdecError
 from specdec.hosting import read_trace, replay
+from specdec.hosting.drafting import LOOK_EVERY
 
 from specdec_vllm import Proposer
 
@@ -122,6 +124,17 @@ def test_faults_are_said_in_the_hosts_log(capsys):
     assert made.hosted.faults
 
 
+@pytest.mark.parametrize(("setting", "pauses"), [("on", 1), ("off", 0)])
+def test_a_pause_is_in_the_metrics_and_a_setting_prevents_it(monkeypatch, setting, pauses):
+    monkeypatch.setenv("SPECDEC_PAUSING", setting)
+    before = REGISTRY.get_sample_value("specdec:drafting_pauses_total")
+    made = proposer("'slow'", depth=2)
+    for last in range(LOOK_EVERY):  # no draft is right
+        made.propose([[last % 7]], np.array([4]), np.array([[1, 2, last % 5, last % 7]]))
+    assert REGISTRY.get_sample_value("specdec:drafting_pauses_total") - before == pauses
+    assert REGISTRY.get_sample_value("specdec:drafting_paused") == pauses
+
+
 def test_one_rank_records(tmp_path):
     proposer("suffix", tmp_path / "trace", rank=1).hosted.close()
     assert not (tmp_path / "trace").exists()
@@ -145,6 +158,7 @@ BAD = {
     "hidden states": ({"SPECDEC_DRAFTER": "'reads layers'"}, {}, "cannot run in vllm: it needs hidden states"),
     "MTP": ({"SPECDEC_DRAFTER": "mtp"}, {}, "cannot run in vllm: it needs an MTP head"),
     "depth": ({"SPECDEC_DRAFTER": "ngram"}, {"depth": 0}, "num_speculative_tokens is how many tokens"),
+    "pausing": ({"SPECDEC_DRAFTER": "ngram", "SPECDEC_PAUSING": "no"}, {}, "SPECDEC_PAUSING is on or off"),
     "trace": ({"SPECDEC_DRAFTER": "ngram", "SPECDEC_TRACE": "/nowhere/t"}, {}, "the trace cannot be written"),
 }
 
