@@ -1,7 +1,9 @@
-"""Converts values to declared types without loss: 2.9 is not an integer, true is not 1, "7" is not 7.
+"""Checks values against declared types without loss: 2.9 is not an integer, true is not 1, "7" is not 7.
 
-What a TOML file can hold is taken from files and from callers alike. From a caller come other types as well, and they
-are taken when nothing is lost: NumPy's numbers, subclasses of ``str`` and ``int``, sequences, 1-d arrays.
+One converter serves files and callers: the keys of a configuration, the arguments of public calls, the fields of attrs
+classes. An annotation is the only place where a type is written down, so a new key or parameter is checked as well.
+From a caller come types that a file lacks, and they are taken when nothing is lost: NumPy's numbers, subclasses of
+``str`` and ``int``, sequences, 1-d arrays. Errors name the place.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import pathlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
-from specdec.checking.validators import FieldError
-from specdec.errors import ConfigError, SpecdecError, did_you_mean, nearest, shown, typed
+from specdec.errors import ConfigError, SpecdecError, described, did_you_mean, nearest, shown, typed
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
 _ANY_ORDER = (set, frozenset, AbstractSet, collections.abc.Iterable, collections.abc.Collection)
 
@@ -354,3 +358,156 @@ def _built(make: Callable[[], Any]) -> Any:
         # attrs' own validators append the field and its settings to the message
         text = str(error if isinstance(error, ConfigError) or not error.args else error.args[0])
         raise Mismatch.of([Problem((), text=f"cannot be used: {text or type(error).__name__}")]) from error
+
+
+# --- arguments and fields --------------------------------------------------------------------------------------------
+
+
+def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Convert a function's arguments to their annotated types, as strictly as the keys of a configuration.
+
+    The function raises ``error_class`` that names every wrong argument, what was got and what would work. A missing or
+    an unknown argument is Python's own TypeError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [name for name, parameter in signature.parameters.items() if parameter.kind not in variable]
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # Python's own TypeError, with the function's name
+            wrong: list[Problem] = []
+            kinds = hints_of(function)
+            for name in named:
+                if name in bound.arguments and name in kinds:
+                    try:
+                        bound.arguments[name] = convert(bound.arguments[name], kinds[name])
+                    except Mismatch as error:
+                        wrong += [problem.inside(name) for problem in error.problems]
+                    except Exception as error:  # noqa: BLE001 - of the caller's object: a sequence that raises
+                        wrong.append(Problem((name,), text=f"cannot be used: {described(error)}"))
+            if wrong:
+                who = f"{function.__qualname__.removesuffix('.__init__')}()"
+                raise error_of(
+                    wrong,
+                    error_class,
+                    lambda one: f"argument {dotted(one.path)} of {who} {_in_words(one.sentence())}",
+                    f"arguments of {who}",
+                )
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def _in_words(text: str) -> str:
+    """What a TOML type is called in Python."""
+    return text.replace("a table", "a mapping").replace("true or false", "True or False")
+
+
+def checked_fields(owner: type, fields: list[Any]) -> list[Any]:
+    """A ``field_transformer`` of attrs that converts every field to its annotated type.
+
+    A converter of the field's own runs first, and validators run afterwards. Raises, on construction: FieldError.
+    """
+    return [field if field.inherited or not field.init else field.evolve(converter=_strict(field)) for field in fields]
+
+
+def _strict(field: attrs.Attribute[Any]) -> Any:
+    own: Any = field.converter or (lambda value: value)
+
+    def converted(value: Any, owner: Any, field: attrs.Attribute[Any]) -> Any:
+        try:
+            return convert(own(value), hints_of(owner.__class__)[field.name])
+        except Mismatch as error:
+            first = error.problems[0]
+            name = dotted((field.name, *first.path))
+            if first.takes:
+                raise FieldError(owner, name, _in_words(first.takes), first.got, try_=first.hint) from None
+            text = f"{type(owner).__name__}.{name} {_in_words(first.sentence())}"
+            raise ConfigError(text, try_=first.hint) from error
+        except Exception as error:  # of a field's own converter
+            raise ConfigError(f"{type(owner).__name__}.{field.name} cannot be used: {described(error)}") from error
+
+    return attrs.Converter(converted, takes_self=True, takes_field=True)
+
+
+# --- validators -------------------------------------------------------------------------------------------------------
+
+
+class FieldError(ConfigError):
+    """A value that a field does not take. Keeps the parts, so that a loader can name the key's path instead."""
+
+    def __init__(self, owner: object, field: str, takes: str, got: object, **facts: object) -> None:
+        self.field, self.takes, self.got = field, takes, got
+        super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {shown(got)}", **facts)
+
+
+@attrs.frozen(eq=False)
+class Described:
+    """A validator that also says what it takes.
+
+    Attributes:
+        check: raises FieldError.
+        schema: JSON Schema of what it takes, beside the type.
+    """
+
+    check: Validator
+    schema: Mapping[str, Any]
+
+    def __call__(self, owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        self.check(owner, field, value)
+
+
+def between(low: float, high: float) -> Validator:
+    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool.
+
+    Raises: ConfigError when an end is not a number, or ``low`` is above ``high``.
+    """
+    for end in (low, high):
+        if type(end) not in (int, float) or end != end:
+            raise ConfigError(f"between() takes two numbers, got {shown(end)}")
+    if low > high:
+        raise ConfigError(f"between() takes the lower end first, got {shown(low)} and {shown(high)}")
+    whole = type(low) is int and type(high) is int
+
+    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
+        number = type(value) is int or (not whole and type(value) is float)
+        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
+            raise FieldError(owner, field.name, f"{shown(low)} to {shown(high)}", value)
+
+    return Described(check, {"minimum": low, "maximum": high})
+
+
+def one_of(*choices: str) -> Validator:
+    """An attrs validator for a fixed set of words; the error suggests the nearest one.
+
+    Raises: ConfigError when the choices are not strings, or there are none.
+    """
+    if not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ConfigError(f"one_of() takes one string or more, got {shown(choices)}")
+    *others, last = (repr(choice) for choice in choices)
+    takes = f"{', '.join(others)} or {last}" if others else last
+
+    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
+        if type(value) is not str or value not in choices:
+            hint = nearest(value, choices) if isinstance(value, str) else None
+            raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
+
+    return Described(check, {"enum": list(choices)})
+
+
+def each(validator: Validator) -> Validator:
+    """An attrs validator that applies ``validator`` to every item of a list, or every value of a table."""
+
+    def check(owner: object, field: attrs.Attribute[Any], value: Iterable[Any]) -> None:
+        for item in value.values() if isinstance(value, dict) else value:
+            validator(owner, field, item)
+
+    return Described(check, {"items": dict(getattr(validator, "schema", {}))})
