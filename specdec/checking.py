@@ -121,11 +121,12 @@ def error_of(
     several: str,
     **facts: object,
 ) -> SpecdecError:
-    """The error that names every problem; ``several`` is what more than one of them are problems of."""
+    """The error that names every problem, each on its line; ``several`` is what more than one of them are problems of."""
     if len(problems) == 1:
         return error_class(sentence(problems[0]), **facts, try_=problems[0].hint)
-    lines = (f"\n  {sentence(one)}{f' (try: {one.hint})' if one.hint else ''}" for one in problems)
-    return error_class(f"{len(problems)} {several} cannot be used{''.join(lines)}")
+    lines = (f"{sentence(problem)}{f' (try: {problem.hint})' if problem.hint else ''}" for problem in problems)
+    numbered: dict[str, object] = {str(number): line for number, line in enumerate(lines, start=1)}
+    return error_class(f"{len(problems)} {several} cannot be used", **numbered)
 
 
 class _Inside:
@@ -315,9 +316,14 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 
 def known_fields(kind: Any) -> list[str]:
-    """The keys of a table with the fields of an attrs class or dataclass."""
-    fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
-    return [field.name for field in fields if field.init and field.metadata.get("key", True)]
+    """The keys of a table with the fields of an attrs class or dataclass; none of another kind."""
+    return [field.name for field in _fields(kind) if field.init and field.metadata.get("key", True)]
+
+
+def _fields(kind: Any) -> Sequence[Any]:
+    if not inspect.isclass(kind) or hasattr(kind, "from_table"):
+        return ()
+    return attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
 
 
 def _record(table: Any, kind: Any) -> Any:
@@ -327,16 +333,17 @@ def _record(table: Any, kind: Any) -> Any:
         raise Mismatch("a table", table, f"{keys[0]} = ... inside the table" if keys else None)
     hints = hints_of(kind)
     values, items = {}, _Inside(files=True)
-    fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
-    for field in fields:
+    for field in _fields(kind):
         if field.name in keys and field.name in table:
             name = getattr(field, "alias", field.name)
             values[name] = items.convert(field.name, table[field.name], hints.get(field.name, field.type or Any))
         elif field.name in keys and _required(field):
             items.problems.append(Problem((field.name,), text="is required and missing"))
     takes = f"Known keys: {', '.join(keys)}." if keys else "There are no options."
+    inner = {key: f"{name}.{key}" for name in keys for key in known_fields(hints.get(name))}
     for key in sorted(map(str, table.keys() - set(keys))):
-        items.problems.append(Problem((key,), text=f"is unknown.{did_you_mean(key, keys)} {takes}"))
+        match = f" Did you mean {inner[key]!r}?" if key in inner else did_you_mean(key, keys)
+        items.problems.append(Problem((key,), text=f"is unknown.{match} {takes}"))
     items.check()
     return _built(lambda: kind(**values))
 

@@ -54,7 +54,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
 
     Problems (a broken file, a folder that cannot be written) are appended to ``notices``. A model without a fingerprint
     is measured every time. A table measured under load is not kept, and a kept one is measured again where a plain pass
-    takes less than half of what it says. A file that is not used is removed, so that it is reported once.
+    takes less than half of what it says. A file that is not used is replaced or removed, so that it is reported once.
 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
     UnsupportedError when costs cannot be measured.
@@ -70,12 +70,13 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     if isinstance(kept, CostTable):
         if kept.pass_seconds(1) < DOUBTED * plain_pass(lm):
             return kept
-        kept = "the kept cost table was measured on a busy machine, as a pass takes less than half its time now"
+        log.info("cost_table_doubted", reason="a pass takes less than half its time now: the machine was busy then")
+        kept = None
     table = measure_costs(lm)
     try:
         if kept:
             notices.append(f"{kept}: measured again")
-            path.unlink()
+        path.unlink(missing_ok=True)
         if table.steady:
             write_costs(path, table, identity)
         else:

@@ -12,7 +12,7 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.parts import Parts, Prompt, language_model, override_generation
+from specdec.decoding.parts import Parts, Prompt, language_model, override_generation, with_seed
 from specdec.decoding.result import Result
 from specdec.decoding.sequence import Counts, LiveSequence
 from specdec.decoding.session_file import (
@@ -236,12 +236,13 @@ class Session:
         Args:
             prompt: text or token ids to append first; ids are a sequence or a 1-d array of integers.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
-                ...); the configuration's value if omitted or None.
+                ...); the configuration's value if omitted or None. Sampling without a seed draws one, which
+                ``Result.generation`` reports.
 
         Raises: PromptError for an unusable prompt or setting; the session is then unchanged.
         """
         with self._in_use() as sequence:
-            generation = override_generation(self._lm.config.generation, settings)
+            generation = with_seed(override_generation(self._lm.config.generation, settings))
             added = [] if prompt is None else self._encoded(prompt, sequence)
             begin = [*sequence.tokens, *added]
             if not begin:

@@ -231,7 +231,7 @@ class Registry:
         return UnknownNameError(
             f"no {kind.value} {what} {name!r}.{did_you_mean(name, [*known, *sorted(failed)])}",
             asked_for_by=asked_by,
-            available=_listed(known),
+            available=f"{'auto, ' if KINDS[kind].has_auto else ''}{_listed(known)}",
             not_loaded="; ".join(map(str, broken)) or None,
             try_=remedy,
         )

@@ -260,14 +260,14 @@ class Loader:
             try:  # one distribution with a broken entry_points.txt must not hide all others
                 mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
                 name = re.sub(r"[-_.]+", "-", distribution.name).lower() if mine else ""
+                candidates = [_candidate(entry_point, distribution) for entry_point in mine]
             except Exception as error:  # noqa: BLE001 - broken metadata can raise anything
                 where = str(getattr(distribution, "_path", "unknown distribution"))
                 self.fail(Failure(where, Origin(where), error, "registration"))
                 continue
-            if mine and name not in names:  # the first on the path shadows the others, as for imports
+            if candidates and name not in names:  # the first on the path shadows the others, as for imports
                 names.add(name)
-                for entry_point in mine:
-                    yield _candidate(entry_point, distribution)
+                yield from candidates
 
     # --- checks ------------------------------------------------------------------------------------------------------
 

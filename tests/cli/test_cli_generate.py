@@ -48,7 +48,7 @@ def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke,
     assert models[0].config.target.model == "demo"
     assert {name: getattr(models[0].config.generation, name) for name in SAMPLE_SETTINGS} == SAMPLE_SETTINGS
     assert invoke("generate", "--json", "-t", "0.5").exit_code == 0  # what is asked for wins
-    assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, 0)
+    assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, None)
 
 
 def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models, tmp_path):

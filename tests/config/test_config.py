@@ -65,7 +65,7 @@ def test_without_a_file_there_are_the_defaults():
     assert config == RunConfig()
     assert (config.target.model, config.drafter.name, config.verifier.name) == ("demo", "auto", "strict")
     assert config.depth == Choice("auto")
-    assert config.generation == GenerationConfig(max_new_tokens=128, temperature=0.0, seed=0)
+    assert config.generation == GenerationConfig(max_new_tokens=128, temperature=0.0, seed=None)
 
 
 def test_the_file_wins_over_the_defaults_and_overrides_over_the_file(tmp_path):

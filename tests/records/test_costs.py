@@ -222,7 +222,7 @@ def test_everything_that_costs_depend_on_has_a_file_of_its_own(folder, demo):
     assert len(list(folder.iterdir())) == 1 + len(others)
 
 
-def test_a_kept_table_that_is_much_too_slow_is_measured_again_and_said_so(folder, demo, monkeypatch):
+def test_a_kept_table_that_is_much_too_slow_is_measured_again(folder, demo, monkeypatch):
     """Another process measured it while the machine was busy all the time, so that its repeats agreed."""
     monkeypatch.setattr("specdec.decoding.cycle_timing.DOUBTED", 2.0)
     monkeypatch.setattr("specdec.decoding.cycle_timing.plain_pass", lambda lm: 1.7e-3)
@@ -232,8 +232,7 @@ def test_a_kept_table_that_is_much_too_slow_is_measured_again_and_said_so(folder
         write_costs(identity.path(), kept, identity)
         notices: list[str] = []
         assert (costs_of(demo, notices) == kept) == believed
-        assert bool(notices) != believed
-        assert all("busy machine" in notice and notice.endswith("measured again") for notice in notices)
+        assert notices == []  # the machine's doing, not the user's: it would come again and again
 
 
 def test_a_table_from_a_busy_moment_is_used_and_not_kept(folder, demo, monkeypatch):
