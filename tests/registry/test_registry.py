@@ -177,12 +177,13 @@ def test_a_missing_attribute_of_the_entry_point_is_an_import_failure(ship):
     assert "nothing" in failure.reason
 
 
-def test_a_distribution_with_broken_metadata_does_not_hide_the_others(ship, tmp_path):
+@pytest.mark.parametrize("line", ["this line has no equals sign", "bad ="])
+def test_a_distribution_with_broken_metadata_does_not_hide_the_others(ship, tmp_path, line):
     ship("specdec-echo", GOOD.format(name="echo"), name="echo")
     info = tmp_path / "garbage-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: garbage\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[specdec]\nthis line has no equals sign\n")
+    (info / "entry_points.txt").write_text(f"[specdec]\n{line}\n")
     registry = Registry(())
     assert registry.drafter("echo").name == "echo"
     assert any("garbage" in str(failure) for failure in registry.failures)
