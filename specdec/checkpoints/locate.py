@@ -131,7 +131,7 @@ def _no_such_folder(model: str, path: Path) -> CheckpointError:
         did_you_mean = f" Did you mean {str(path.parent / match)!r}?" if match else ""
         instead = _instead_of_a_file(path)
         if re.fullmatch(r"[A-Za-z][\w-]*", model):
-            instead = f"the hub id with its organization, as in openai-community/gpt2, or {instead}"
+            instead = 'a hub id with its organization, as in "openai-community/gpt2"; a folder; or "demo"'
         return CheckpointError(f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=instead)
     while not os.path.isdir(parent):
         parent = parent.parent

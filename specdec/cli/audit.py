@@ -19,6 +19,7 @@ from specdec.cli.options import (
     TEXT,
     Number,
     PromptOptions,
+    check_file,
     configured,
     ignore_eos,
     interruptible,
@@ -113,7 +114,7 @@ def audit(
         prompt = prompt_options.read(config)
     else:
         why = "with --run, prompt and generation settings are the file's."
-        refuse(("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"}), why)
+        refuse(("prompt", "prompt_file", "prompt_tokens", "chat", "system", *KEYS.keys() - {"model", "weights"}), why)
         for override in map(Override.parse, ctx.params["settings"]):
             if override.path[0] == "generation":
                 raise click.UsageError(f"{override.source}: {why}")
@@ -123,13 +124,14 @@ def audit(
     from specdec.measuring.audit import read_run
 
     measuring.check_writable(plot=plot_file)  # before minutes of decoding
+    check_file("--run", run_file)
     recorded = read_run(run_file) if run_file is not None else None
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     if prompt is SAMPLE_PROMPT:
         click.echo("no prompt given: continuing a sample", err=True)
     if recorded is None:
-        recorded = _run_now(lm, prompt, chat=prompt_options.chat)
+        recorded = _run_now(lm, prompt_options.in_template(lm, prompt))
     elif recorded.fingerprint and recorded.fingerprint != lm.info.fingerprint:
         raise PromptError(
             "the run was made with another model",
@@ -157,10 +159,10 @@ def audit(
         ctx.exit(output.BROKEN_PROMISE)
 
 
-def _run_now(lm: LanguageModel, prompt: str | list[int], *, chat: bool) -> RecordedRun:
+def _run_now(lm: LanguageModel, prompt: str | list[int]) -> RecordedRun:
     from specdec.measuring.audit import RecordedRun
 
-    stream = lm.stream(prompt, chat=chat)
+    stream = lm.stream(prompt)
     with interruptible(stream), output.status("generating"):
         result = stream.result
     return RecordedRun(
@@ -264,9 +266,10 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
 
 _REQUEST = ("max_new_tokens", "temperature", "seed", "ignore_eos")
 _NOT_OF_SERVERS = {
-    ("run_file", "rows", "prompt_tokens", "chat"): "it is for specdec's own runs, without --server.",
-    ("source", "drafter_part", "verifier_part", "depth_part"): "with --server, the servers have their models and "
-    "drafters.",
+    ("run_file", "rows", "prompt_tokens", "chat", "system"): "it is for specdec's own runs, without --server.",
+    ("source", "drafter_part", "verifier_part", "depth_part", "weights"): "with --server, the servers have their "
+    "models and drafters.",
+    ("top_k", "top_p", "min_p"): "it means nothing to a server here.",
 }
 
 
@@ -280,6 +283,7 @@ def _compare(
     as_json: bool,
 ) -> None:
     """``audit --server``."""
+    from specdec.decoding.parts import with_seed
     from specdec.measuring.comparison import Comparison
     from specdec.measuring.divergences import Verdict
     from specdec.measuring.server import Request, ServerEngine
@@ -292,7 +296,8 @@ def _compare(
         ServerEngine(url, options["model"], api_key=options["api_key"], timeout=options["timeout"] or 300.0)
         for url in options["servers"]
     )
-    request = Request(**{name: getattr(config.generation, name) for name in _REQUEST})
+    settings = attrs.asdict(with_seed(config.generation), recurse=False)
+    request = Request(**{name: settings[name] for name in _REQUEST if settings[name] is not None})
     with output.progress("asking", then="requests", silent=as_json) as advance:
         comparison = Comparison(plain, speculative, prompts, request, tolerance=tolerance, progress=advance)
         with interruptible(comparison):
