@@ -121,7 +121,7 @@ def error_of(
     several: str,
     **facts: object,
 ) -> SpecdecError:
-    """The error that names every problem, each on its line; ``several`` is what more than one of them are problems of."""
+    """The error that names every problem, each on its line; ``several`` says what they are problems of."""
     if len(problems) == 1:
         return error_class(sentence(problems[0]), **facts, try_=problems[0].hint)
     lines = (f"{sentence(problem)}{f' (try: {problem.hint})' if problem.hint else ''}" for problem in problems)
@@ -317,10 +317,11 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 def known_fields(kind: Any) -> list[str]:
     """The keys of a table with the fields of an attrs class or dataclass; none of another kind."""
-    return [field.name for field in _fields(kind) if field.init and field.metadata.get("key", True)]
+    return [field.name for field in fields_of(kind) if field.init and field.metadata.get("key", True)]
 
 
-def _fields(kind: Any) -> Sequence[Any]:
+def fields_of(kind: Any) -> Sequence[Any]:
+    """The fields of an attrs class or dataclass that does not convert tables by itself; none of another kind."""
     if not inspect.isclass(kind) or hasattr(kind, "from_table"):
         return ()
     return attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
@@ -333,7 +334,7 @@ def _record(table: Any, kind: Any) -> Any:
         raise Mismatch("a table", table, f"{keys[0]} = ... inside the table" if keys else None)
     hints = hints_of(kind)
     values, items = {}, _Inside(files=True)
-    for field in _fields(kind):
+    for field in fields_of(kind):
         if field.name in keys and field.name in table:
             name = getattr(field, "alias", field.name)
             values[name] = items.convert(field.name, table[field.name], hints.get(field.name, field.type or Any))

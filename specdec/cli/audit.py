@@ -23,6 +23,7 @@ from specdec.cli.options import (
     configured,
     ignore_eos,
     interruptible,
+    number,
     prompted,
     refuse,
 )
@@ -51,9 +52,7 @@ PER_CLASS = 4  # of specdec's own prompts
     help="Compare two OpenAI-compatible servers, the plain one first. The same one twice shows its own noise.",
 )
 @click.option("--prompts", "prompts_file", metavar="FILE", type=FILE, help="With --server: prompts as for accept.")
-@click.option(
-    "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="Prompts per class (default 4 of specdec's own)."
-)
+@number("--per-class", "Prompts per class (default 4 of specdec's own)")
 @click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="Seconds per response (default 300).")
 @click.option(
     "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
@@ -62,13 +61,7 @@ PER_CLASS = 4  # of specdec's own prompts
 @prompted
 @configured()
 @ignore_eos
-@click.option(
-    "--rows",
-    type=click.IntRange(1, LARGEST),
-    default=4,
-    show_default=True,
-    help="Rows per pass in the control; 1 disables it.",
-)
+@number("--rows", "Rows per pass in the control; 1 disables it", 4)
 @click.option(
     "--tolerance",
     type=Number(0.0),

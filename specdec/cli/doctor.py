@@ -9,7 +9,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, settings_option
+from specdec.cli.options import FILE, number, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from specdec.doctor import MachineReport, Promise, RowCosts
     from specdec.records.bits import Finding
 
+SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "max_rows")
 SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has all
 
 
 @click.command()
 @click.argument("model", type=FILE, required=False)
 @settings_option("target.backend=metal", help="Override a key of [target]")
-@click.option(
-    "--context", type=click.IntRange(1), metavar="N", help="Also compare after N tokens: kernels may depend on length."
-)
+@number("--context", "Also compare after N tokens: kernels may depend on length")
 @output.json_option
 @click.pass_context
 def doctor(
@@ -166,13 +165,7 @@ class _Examined:
         info, costs = self.info, self.costs
         return {
             "model": self.model,
-            "family": info.family,
-            "fingerprint": info.fingerprint,
-            "backend": info.backend,
-            "device": info.device,
-            "dtype": info.dtype,
-            "kernels": info.kernels,
-            "max_rows": info.max_rows,
+            **{name: getattr(info, name) for name in SHOWN_FACTS},
             "parity_at_load": info.parity.value,
             "parity_reason": info.parity_reason,
             "notices": list(self.notices),

@@ -123,6 +123,14 @@ def add_options(command: Command, *options: Callable[[Command], Command]) -> Com
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
+def number(
+    name: str, help: str, default: int | None = None, *, low: int = 1, high: int | None = LARGEST
+) -> Callable[[Command], Command]:
+    """An option that takes an integer of a range."""
+    text = f"{help}." if default is None else f"{help} (default {default})."
+    return click.option(name, type=click.IntRange(low, high), metavar="N", default=default, help=text)
+
+
 def settings_option(example: str = "depth.depth=4", help: str = "Override a key") -> Callable[[Command], Command]:
     """Add ``-s KEY=VALUE``; the function gets ``settings``."""
     return click.option(

@@ -11,7 +11,7 @@ import click
 
 from specdec.cli import output
 from specdec.contract import BackendSpec, DrafterSpec, ModelSpec, Needs
-from specdec.registry import KINDS, Entry, Failure, Kind, registry
+from specdec.registry import KINDS, Entry, Failure, Kind, Origin, registry
 
 
 @click.command()
@@ -28,14 +28,7 @@ def plugins(as_json: bool) -> None:
             {
                 **{info.plural: [_entry(entry) for entry in registered.entries(kind)] for kind, info in KINDS.items()},
                 "hooks": [
-                    {
-                        "kind": word,
-                        "name": plugin.name,
-                        "origin": str(plugin.origin),
-                        "distribution": plugin.origin.distribution,
-                        "version": plugin.origin.version or None,
-                        "module": plugin.origin.module,
-                    }
+                    {"kind": word, **_named(plugin.name, plugin.origin), "module": plugin.origin.module}
                     for word, plugin in registered.hooks()
                 ],
                 "conflicts": [
@@ -67,13 +60,7 @@ def _row(kind: Kind, number: int, entry: Entry) -> tuple[str, ...]:
 
 def _entry(entry: Entry) -> dict[str, Any]:
     spec, origin = entry.spec, entry.origin
-    data: dict[str, Any] = {
-        "name": spec.name,
-        "origin": str(origin),
-        "distribution": origin.distribution,
-        "version": origin.version or None,
-        "help": spec.help,
-    }
+    data: dict[str, Any] = {**_named(spec.name, origin), "help": spec.help}
     if isinstance(spec, ModelSpec):
         return {**data, "model_types": list(spec.model_types)}
     data["options"] = _options(spec.config)
@@ -106,11 +93,13 @@ def _as_written(value: object) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _named(name: str, origin: Origin) -> dict[str, Any]:
+    return {"name": name, "origin": str(origin), "distribution": origin.distribution, "version": origin.version or None}
+
+
 def _failure(failure: Failure) -> dict[str, Any]:
     return {
-        "name": failure.name,
-        "distribution": failure.origin.distribution,
-        "version": failure.origin.version or None,
+        **_named(failure.name, failure.origin),
         "module": failure.origin.module,
         "during": failure.during,
         "provides": list(failure.provides),

@@ -63,7 +63,7 @@ def promise(guarantee: str, parity: str) -> str:
 
 
 def report(data: Mapping[str, Any]) -> None:
-    """Print the summary of ``Result.to_dict`` on stderr."""
+    """Print what ``three_lines`` leave out of ``Result.to_dict`` on stderr."""
     stats = data["stats"]
     console = output.console(stderr=True)
     console.print()
@@ -86,7 +86,6 @@ def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "draft", draft_line(stats["draft"])
     if data.get("weights"):
         yield "weights", data["weights"]
-    yield "guarantee", promise(data["guarantee"], data["parity"])
     largest = f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at most"
     yield "deviation", largest if off else "none"
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.cli.schema import configuration_schema
+from specdec.cli.schema import configuration_schema, table_schema
 from specdec.config import GenerationConfig, RunConfig, TargetConfig, between
 from specdec.config.loading import structure
-from specdec.config.schema import table_schema
 from specdec.errors import SpecdecError
 from specdec.registry import KINDS, Kind, registry
 from tests.selection import examples
