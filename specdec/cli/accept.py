@@ -13,7 +13,7 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import PATH, SAMPLING, check_file, configured, interruptible, number, refuse
+from specdec.cli.options import PATH, SAMPLING, check_file, configured, integer, interruptible, refuse
 from specdec.cli.run_report import acceptance_table
 from specdec.config import Choice, Override, RunConfig
 
@@ -29,7 +29,7 @@ SHOWN_MISMATCHES = 5
 @click.command()
 @configured("Maximum tokens per prompt", new_tokens=48, example="drafter.max_order=3", own=("depth",))
 @measuring.measured(per_class=None, csv_help="Write the table.")
-@number("--depth", "Tokens drafted per cycle", 4)
+@integer("--depth", "Tokens drafted per cycle", 4)
 @click.option("--passive", is_flag=True, help="Draft at every plain step and verify nothing: the output cannot change.")
 @click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
 @click.option(

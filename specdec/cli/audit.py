@@ -22,8 +22,8 @@ from specdec.cli.options import (
     check_file,
     configured,
     ignore_eos,
+    integer,
     interruptible,
-    number,
     prompted,
     refuse,
 )
@@ -52,7 +52,7 @@ PER_CLASS = 4  # of specdec's own prompts
     help="Compare two OpenAI-compatible servers, the plain one first. The same one twice shows its own noise.",
 )
 @click.option("--prompts", "prompts_file", metavar="FILE", type=FILE, help="With --server: prompts as for accept.")
-@number("--per-class", "Prompts per class (default 4 of specdec's own)")
+@integer("--per-class", "Prompts per class (default 4 of specdec's own)")
 @click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="Seconds per response (default 300).")
 @click.option(
     "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
@@ -61,7 +61,7 @@ PER_CLASS = 4  # of specdec's own prompts
 @prompted
 @configured()
 @ignore_eos
-@number("--rows", "Rows per pass in the control; 1 disables it", 4)
+@integer("--rows", "Rows per pass in the control; 1 disables it", 4)
 @click.option(
     "--tolerance",
     type=Number(0.0),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, number, settings_option
+from specdec.cli.options import FILE, integer, settings_option
 from specdec.config import Override
 from specdec.errors import ConfigError, UnsupportedError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", type=FILE)
 @settings_option("block=true", help="An option of the plugin")
-@number("--seed", "Seed of the drawn cases", 0, low=0, high=2**63 - 1)
+@integer("--seed", "Seed of the drawn cases", 0, low=0, high=2**63 - 1)
 @click.option(
     "--effort",
     type=click.Choice(["sample", "quick", "full"]),

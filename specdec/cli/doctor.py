@@ -9,7 +9,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, number, settings_option
+from specdec.cli.options import FILE, integer, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError
@@ -26,7 +26,7 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has
 @click.command()
 @click.argument("model", type=FILE, required=False)
 @settings_option("target.backend=metal", help="Override a key of [target]")
-@number("--context", "Also compare after N tokens: kernels may depend on length")
+@integer("--context", "Also compare after N tokens: kernels may depend on length")
 @output.json_option
 @click.pass_context
 def doctor(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, PATH, Command, add_options, interruptible, number
+from specdec.cli.options import FILE, PATH, Command, add_options, integer, interruptible
 from specdec.cli.report_page import ReportPage
 from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
@@ -60,7 +60,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
                 help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
             ),
             click.option("--classes", metavar="A,B", help="Measure only these prompt classes."),
-            number("--per-class", f"Prompts per class{'' if per_class else ' (default all)'}", per_class),
+            integer("--per-class", f"Prompts per class{'' if per_class else ' (default all)'}", per_class),
             click.option("--csv", "csv_file", metavar="FILE", type=PATH, help=csv_help),
             click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib)."),
             click.option(

@@ -123,7 +123,7 @@ def add_options(command: Command, *options: Callable[[Command], Command]) -> Com
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
-def number(
+def integer(
     name: str, help: str, default: int | None = None, *, low: int = 1, high: int | None = LARGEST
 ) -> Callable[[Command], Command]:
     """An option that takes an integer of a range."""

@@ -66,7 +66,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     path = identity.path()
     if path is None:
         return measure_costs(lm)
-    kept = find_costs(path)
+    kept: CostTable | str | None = find_costs(path)
     if isinstance(kept, CostTable):
         if kept.pass_seconds(1) < DOUBTED * plain_pass(lm):
             return kept
