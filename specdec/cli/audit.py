@@ -15,6 +15,7 @@ from specdec.cli.options import (
     KEYS,
     LARGEST,
     PATH,
+    PROMPT_OPTIONS,
     SAMPLE_PROMPT,
     TEXT,
     Number,
@@ -107,7 +108,7 @@ def audit(
         prompt = prompt_options.read(config)
     else:
         why = "with --run, prompt and generation settings are the file's."
-        refuse(("prompt", "prompt_file", "prompt_tokens", "chat", "system", *KEYS.keys() - {"model", "weights"}), why)
+        refuse((*PROMPT_OPTIONS, *KEYS.keys() - {"model", "weights"}), why)
         for override in map(Override.parse, ctx.params["settings"]):
             if override.path[0] == "generation":
                 raise click.UsageError(f"{override.source}: {why}")
@@ -329,7 +330,7 @@ def _check_options(ctx: click.Context, config: RunConfig) -> None:
 
 
 def _prompts(options: Mapping[str, Any], prompt_options: PromptOptions) -> list[Prompt]:
-    from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
+    from specdec.measuring.prompts import Prompt
 
     file, per_class = options["prompts_file"], options["per_class"]
     text = prompt_options.chosen_text()
@@ -337,8 +338,7 @@ def _prompts(options: Mapping[str, Any], prompt_options: PromptOptions) -> list[
         if file is not None or per_class is not None:
             raise click.UsageError("--prompts and --per-class: with one prompt of your own, leave them out.")
         return [Prompt(kind="prompts", text=text)]
-    known = own_prompts() if file is None else load_prompts(file)
-    chosen = choose_prompts(known, per_class=per_class or (PER_CLASS if file is None else None))
+    chosen = measuring.chosen_prompts(file, per_class or (PER_CLASS if file is None else None))
     return [prompt for group in chosen.values() for prompt in group]
 
 

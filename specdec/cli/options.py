@@ -256,9 +256,12 @@ def refuse(names: Iterable[str], why: str) -> None:
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
+PROMPT_OPTIONS = ("prompt", "prompt_file", "prompt_tokens", "chat", "system")
+
+
 @attrs.frozen
 class PromptOptions:
-    """``--prompt``, ``--prompt-file``, ``--prompt-tokens``, ``--chat`` and ``--system`` as given."""
+    """The values of ``PROMPT_OPTIONS``."""
 
     text: str | None
     file: str | None
@@ -279,12 +282,11 @@ class PromptOptions:
         ours = config.target.backend in ("auto", *backends)  # another engine reads target.model as it likes
         if ours and not is_hub_id(model):
             locate(model)  # a mistake in its path comes first
+        text = self.chosen_text()
         if self.tokens is not None:
-            self._one()
             if self.chat or self.system is not None:
                 raise click.UsageError("--chat and --system take text, not --prompt-tokens.")
             return _token_ids(self.tokens)
-        text = self.chosen_text()
         if text is None and not sys.stdin.isatty():
             text = read_text("-") or None
         if text is not None:
@@ -304,29 +306,20 @@ class PromptOptions:
 
     def chosen_text(self) -> str | None:
         """The text of ``--prompt`` or ``--prompt-file``. Raises: UsageError for several, PromptError for a bad file."""
-        self._one()
-        return self.text if self.file is None else read_text(self.file)
-
-    def _one(self) -> None:
         values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
         options = [option for option, value in values.items() if value is not None]
         if len(options) > 1:
             raise click.UsageError(f"{' and '.join(options)}: give one prompt only.")
+        return self.text if self.file is None else read_text(self.file)
 
 
 def prompted(command: Command) -> Command:
     """Add the options of ``PromptOptions``; the function gets them as ``prompt_options``."""
 
     @functools.wraps(command)
-    def resolved(
-        prompt: str | None,
-        prompt_file: str | None,
-        prompt_tokens: str | None,
-        chat: bool,
-        system: str | None,
-        **options: Any,
-    ) -> Any:
-        return command(prompt_options=PromptOptions(prompt, prompt_file, prompt_tokens, chat, system), **options)
+    def resolved(**options: Any) -> Any:
+        prompt = PromptOptions(*(options.pop(name) for name in PROMPT_OPTIONS))
+        return command(prompt_options=prompt, **options)
 
     return add_options(
         resolved,

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import click
 
+from specdec.checking import fields_of
 from specdec.cli import output
 from specdec.contract import BackendSpec, DrafterSpec, ModelSpec, Needs
 from specdec.registry import KINDS, Entry, Failure, Kind, Origin, registry
@@ -79,13 +80,13 @@ def _needs(needs: object) -> list[str]:
 
 def _options(config: type, written: Callable[[object], str] = repr) -> dict[str, str]:
     """Option names with their defaults as text."""
-    if attrs.has(config):
-        return {field.name: _default(field.default, attrs.NOTHING, written) for field in attrs.fields(config)}
-    return {field.name: _default(field.default, dataclasses.MISSING, written) for field in dataclasses.fields(config)}
+    return {field.name: _default(field.default, written) for field in fields_of(config)}
 
 
-def _default(value: object, missing: object, written: Callable[[object], str]) -> str:
-    return "required" if value is missing else "computed" if isinstance(value, attrs.Factory) else written(value)  # type: ignore[arg-type]
+def _default(value: object, written: Callable[[object], str]) -> str:
+    if value in (attrs.NOTHING, dataclasses.MISSING):
+        return "required"
+    return "computed" if isinstance(value, attrs.Factory) else written(value)  # type: ignore[arg-type]
 
 
 def _as_written(value: object) -> str:
