@@ -145,15 +145,16 @@ def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
     before = talk.messages, talk.tokens
     session = demo.session()
     session.feed("Hello")
-    for extra in (
-        {},
-        {"conversation": 7},
-        {"conversation": {"messages": [{"role": "user", "content": "x"}], "ends": [], "template": {}}},
-        {"conversation": {"messages": [], "ends": [99], "template": {}}},
-        {"conversation": {"messages": [], "ends": [], "template": [["a", 1]]}},
-        {"conversation": {"messages": [{"role": "system", "content": 7}], "ends": [], "template": {}}},
+    sound = {"messages": [], "ends": [], "template": {}}
+    for saved in (
+        None,
+        7,
+        {**sound, "messages": [{"role": "user", "content": "x"}]},
+        {**sound, "messages": [{"role": "system", "content": 7}]},
+        {**sound, "ends": [99]},
+        {**sound, "template": [["a", 1]]},
     ):
-        session.extra = extra
+        session.extra = {"conversation": saved}
         session.save(tmp_path / "s")
         with pytest.raises(SessionFileError, match="conversation"):
             talk.load(tmp_path / "s")

@@ -78,23 +78,13 @@ def test_a_machine_as_json(invoke):
     told = json.loads(invoke("doctor", "--json", registry=with_plugins(Fails(), Odd())).stdout)
     assert told["model"] is None
     machine = told["machine"]
-    assert machine["specdec"] == __version__
-    assert machine["libraries"]["torch"] == torch.__version__
     backends = {backend["name"]: backend for backend in machine["backends"]}
-    assert backends["cpu"]["available"]
-    assert backends["cpu"]["reason"] == ""
-    assert backends["absent"] == {
-        "name": "absent",
-        "origin": backends["absent"]["origin"],
-        "available": False,
-        "reason": "no such device",
-        "help": "",
-    }
+    assert (backends["cpu"]["available"], backends["cpu"]["reason"]) == (True, "")
+    assert (backends["absent"]["available"], backends["absent"]["reason"]) == (False, "no such device")
     assert machine["auto"] in backends
     assert "absent: no such device" in machine["auto_reason"]
     assert not machine["kernels_available"]
     assert machine["memory"]["total"] is None or machine["memory"]["total"] > machine["memory"]["free"] > 0
-    assert machine["cache_folder"]
     assert len(machine["failures"]) == 1
 
 
