@@ -94,7 +94,7 @@ def cut(text: str, length: int) -> str:
 
 
 def shown(value: object, length: int = _SHOWN) -> str:
-    """``repr(value)`` on one line for a message, cut to ``length`` characters. Never fails: some values have no repr."""
+    """``repr(value)`` on one line, cut to ``length`` characters. Never fails: some values have no repr."""
     try:
         text = " ".join(repr(value).splitlines())
     except Exception:  # noqa: BLE001 - another class's method, an integer of thousands of digits, deep nesting

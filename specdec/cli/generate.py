@@ -129,17 +129,20 @@ def generate(
                 if not as_json:
                     click.echo(piece if colours is None else colours.coloured(piece), nl=False)
             result = stream.result
+    except BaseException:
+        if sample and not as_json:
+            click.echo(err=True)  # the error begins on a line of its own, behind the prompt
+        raise
     finally:
         if not as_json:
-            click.echo()  # an error begins on a line of its own
+            click.echo()
     data = result.to_dict()
     if as_json:
         output.print_json(data)
     else:
         if data["finish_reason"] == "stop" and len(data["tokens"]) == 1:
-            advice = (
-                "" if tokens is not prompt or not lm.tokenizer.has_chat_template else "; --chat uses the chat template"
-            )
+            has_template = tokens is prompt and lm.tokenizer.has_chat_template
+            advice = "; --chat uses the chat template" if has_template else ""
             click.echo(f"the model ended its answer with the first token{advice}", err=True)
         three_lines(data, _compared(lm, tokens, result) if compare or sample else None)
         if stats:

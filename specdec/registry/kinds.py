@@ -69,7 +69,9 @@ class KindInfo:
 KINDS: Mapping[Kind, KindInfo] = {
     Kind.DRAFTER: KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters", "ngram", has_auto=True),
     Kind.VERIFIER: KindInfo("specdec_verifiers", VerifierSpec, "verifier.name", "verifiers", "strict"),
-    Kind.DEPTH_POLICY: KindInfo("specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies", "fixed", has_auto=True),
+    Kind.DEPTH_POLICY: KindInfo(
+        "specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies", "fixed", has_auto=True
+    ),
     Kind.PROCESSOR: KindInfo("specdec_logits_processors", ProcessorSpec, None, "logits_processors"),
     Kind.BACKEND: KindInfo("specdec_backends", BackendSpec, "target.backend", "backends", "cpu", has_auto=True),
     Kind.MODEL: KindInfo("specdec_models", ModelSpec, None, "models"),

@@ -141,6 +141,8 @@ def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, mon
     monkeypatch.setattr("specdec.decoding.stream.Stream.__iter__", fails)
     done = invoke("generate", "-p", "x", registry=OWN)
     assert (done.exit_code, done.stdout) == (2, "text\n")
+    done = invoke("generate", registry=OWN)  # the sample, whose prompt is echoed
+    assert done.stderr == f"{SAMPLE_PROMPT}\nPromptError: something\n"
 
 
 def test_strict_speculation_fails_after_the_output_and_says_why(invoke, models):
