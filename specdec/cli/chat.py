@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,20 +49,13 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     import specdec
     from specdec.decoding.conversation import Conversation
 
-    template = _template_variables(variables)
+    template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     conversation = Conversation(lm, system=system, template=template)
     if load_file is not None:
         conversation.load(_path(load_file))
     Chat(lm, conversation, config).run()
-
-
-def _template_variables(texts: Sequence[str]) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    for override in map(Override.parse, texts):
-        variables[".".join(override.path)] = override.value
-    return variables
 
 
 class Chat:

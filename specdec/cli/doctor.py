@@ -110,13 +110,10 @@ def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
         share = machine.product_bandwidth / machine.stream_bandwidth
         read = f"{machine.stream_bandwidth / 1e9:.0f} GB/s read"
         yield "memory speed", f"{read}, {machine.product_bandwidth / 1e9:.0f} GB/s in products ({share:.2f})"
-    yield "auto", f"{machine.auto or 'none'}{_because(machine.auto_reason)}"
+    yield "auto", f"{machine.auto or 'none'}{f' ({machine.auto_reason})' if machine.auto_reason else ''}"
     yield "plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"
-    yield "cache", f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
-
-
-def _because(reason: str) -> str:
-    return f" ({reason})" if reason else ""
+    problem = f" ({machine.cache_problem})" if machine.cache_problem else ""
+    yield "cache", f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{problem}"
 
 
 # --- with a model ----------------------------------------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import os
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import attrs
 import click
 
-from specdec.checking import fields_of, known_fields
+from specdec.checking import fields_of, is_required, known_fields
 from specdec.cli import output
 from specdec.config import PLUGIN_TABLES, GenerationConfig, TargetConfig
 from specdec.registry import Kind, registry
@@ -76,8 +74,7 @@ def table_schema(kind: type) -> dict[str, Any]:
         value = _bounded(_value_schema(hints[field.name]), getattr(field, "validator", None))
         if field.metadata.get("also_one"):
             value = {"anyOf": [value, value["items"]]}
-        missing = field.default in (attrs.NOTHING, dataclasses.MISSING)
-        if missing and getattr(field, "default_factory", dataclasses.MISSING) is dataclasses.MISSING:
+        if is_required(field):
             required.append(field.name)
         elif isinstance(field.default, bool | int | float | str):
             value["default"] = field.default
