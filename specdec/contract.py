@@ -545,6 +545,9 @@ only decide between logits that differ by rounding. Far below, ``logit / tempera
 """
 
 _INT32 = 2**31 - 1
+SEED = between(0, 2**63 - 1)
+"""The validator of ``seed``, up to the largest TOML integer."""
+
 BIASES = each(between(-1e6, 1e6))
 """The validator of ``logit_bias``. Within it, float64 keeps the bits of a logit; ``banned`` forbids a token."""
 
@@ -570,7 +573,6 @@ class SamplingSettings:
     min_new_tokens: int = attrs.field(default=0, validator=between(0, _INT32))  # end tokens are banned until then
     # also report log-probabilities: of the chosen token and of this many best ones
     logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(0, _INT32)))
-    seed: int = attrs.field(default=0, validator=between(0, 2**63 - 1))  # the largest TOML integer
 
 
 @attrs.frozen(kw_only=True, field_transformer=checked_fields)
@@ -584,6 +586,7 @@ class Sampling(SamplingSettings):
     Raises: ConfigError for a value of the wrong type or out of range.
     """
 
+    seed: int = attrs.field(default=0, validator=SEED)
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, validator=BIASES)  # nats added by token id
     end_tokens: tuple[int, ...] = attrs.field(default=(), validator=each(between(0, _INT32)))  # for min_new_tokens
     processors: tuple[LogitsProcessor, ...] = ()

@@ -94,18 +94,17 @@ def cut(text: str, length: int) -> str:
 
 
 def shown(value: object, length: int = _SHOWN) -> str:
-    """``repr(value)`` for a message, cut to ``length`` characters. Never fails: some values have no repr."""
+    """``repr(value)`` on one line, cut to ``length`` characters. Never fails: some values have no repr."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).splitlines())
     except Exception:  # noqa: BLE001 - another class's method, an integer of thousands of digits, deep nesting
         return f"<{type(value).__name__}>"
     return cut(text, length)
 
 
 def typed(value: object, length: int = _SHOWN) -> str:
-    """``shown`` with the value's type, on one line: ``[1, 2] (list)``."""
-    text = " ".join(shown(value, length).splitlines())
-    return "None" if value is None else f"{text} ({type(value).__name__})"
+    """``shown`` with the value's type: ``[1, 2] (list)``."""
+    return "None" if value is None else f"{shown(value, length)} ({type(value).__name__})"
 
 
 def described(error: BaseException) -> str:

@@ -27,6 +27,7 @@ def run_python(
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
         cwd=cwd,
         env={**inherited, "PYTHONPATH": path, "PYTHONUTF8": "1", **(env or {})},
         capture_output=True,

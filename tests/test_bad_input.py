@@ -112,95 +112,56 @@ def large_tokenizer(folder: pathlib.Path) -> None:
 WEIGHTS = "model.safetensors"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 Q_PROJ, OUT_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.linear_attn.out_proj.weight"
-CHECKPOINTS: dict[str, tuple[Callable[[pathlib.Path], Any], type[SpecdecError], list[str]]] = {
-    "no folder": (shutil.rmtree, CheckpointError, ["there is no folder", "tiny", "try:"]),
-    "no config": (lambda at: (at / "config.json").unlink(), CheckpointError, ["it has no config.json", "tiny", "try:"]),
-    "no weights": (lambda at: (at / WEIGHTS).unlink(), CheckpointError, [f"neither {WEIGHTS} nor", "try:"]),
-    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), CheckpointError, ["no tokenizer.json", "try:"]),
+CHECKPOINTS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "there is no folder; tiny; try:"),
+    "no config": (lambda at: (at / "config.json").unlink(), "it has no config.json; tiny; try:"),
+    "no weights": (lambda at: (at / WEIGHTS).unlink(), f"neither {WEIGHTS} nor; try:"),
+    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "no tokenizer.json; try:"),
     "broken tokenizer": (
-        lambda at: rewrite(at, "tokenizer.json", lambda _: b'{"model": 7}'),
-        CheckpointError,
-        ["tokenizer.json cannot be read", "try:"],
+        lambda at: rewrite(at, "tokenizer.json", lambda _: b"{}"),
+        "tokenizer.json cannot be read; try:",
     ),
-    "large tokenizer": (
-        large_tokenizer,
-        CheckpointError,
-        [f"tokenizer.json has {tiny.TOKENIZER_SIZE} tokens", "only 200"],
-    ),
+    "large tokenizer": (large_tokenizer, f"tokenizer.json has {tiny.TOKENIZER_SIZE} tokens; only 200"),
     "broken config": (
         lambda at: rewrite(at, "config.json", lambda text: text[:-3]),
-        CheckpointError,
-        ["config.json is not valid JSON", "line:"],
+        "config.json is not valid JSON; line:",
     ),
-    "no type": (lambda at: tiny.edit_config(at, model_type=None), CheckpointError, ["config.json has no 'model_type'"]),
-    "unknown type": (
-        lambda at: tiny.edit_config(at, model_type="qwen3_6_text"),
-        UnknownNameError,
-        ["qwen3_6_text", "qwen3_5", "config.json"],
-    ),
+    "no type": (lambda at: tiny.edit_config(at, model_type=None), "config.json has no 'model_type'"),
+    "unknown type": (lambda at: tiny.edit_config(at, model_type="qwen3_6_text"), "qwen3_6_text; qwen3_5; config.json"),
     "missing key": (
         lambda at: tiny.edit_config(at, num_attention_heads=None),
-        CheckpointError,
-        ["config.json lacks 'num_attention_heads'"],
+        "config.json lacks 'num_attention_heads'",
     ),
-    "wrong key": (lambda at: tiny.edit_config(at, hidden_size="32"), CheckpointError, ["'hidden_size'", "'32'"]),
-    "yarn": (lambda at: tiny.edit_config(at, rope_parameters=YARN), CheckpointError, ["'yarn'", "'default'"]),
-    "cut": (
-        lambda at: rewrite(at, WEIGHTS, lambda data: data[:-100]),
-        CheckpointError,
-        [f"{WEIGHTS} is truncated", "bytes", "try:"],
-    ),
-    "cut header": (
-        lambda at: rewrite(at, WEIGHTS, lambda data: data[:60]),
-        CheckpointError,
-        [f"{WEIGHTS} is truncated", "try:"],
-    ),
-    "gguf": (
-        lambda at: rewrite(at, WEIGHTS, lambda _: b"GGUF" + bytes(1000)),
-        CheckpointError,
-        [f"{WEIGHTS} is a GGUF file", "try:"],
-    ),
-    "pickle": (
-        lambda at: torch.save({"a": torch.zeros(3)}, at / WEIGHTS),
-        CheckpointError,
-        [f"{WEIGHTS} is a pickled PyTorch file", "try:"],
-    ),
-    "missing tensor": (
-        lambda at: change(at, lambda tensors: tensors.pop(Q_PROJ)),
-        CheckpointError,
-        [Q_PROJ.removeprefix("model.")],
-    ),
+    "wrong key": (lambda at: tiny.edit_config(at, hidden_size="32"), "'hidden_size'; '32'"),
+    "yarn": (lambda at: tiny.edit_config(at, rope_parameters=YARN), "'yarn'; 'default'"),
+    "cut": (lambda at: rewrite(at, WEIGHTS, lambda data: data[:-100]), f"{WEIGHTS} is truncated; bytes; try:"),
+    "cut header": (lambda at: rewrite(at, WEIGHTS, lambda data: data[:60]), f"{WEIGHTS} is truncated; try:"),
+    "gguf": (lambda at: rewrite(at, WEIGHTS, lambda _: b"GGUF" + bytes(1000)), f"{WEIGHTS} is a GGUF file; try:"),
+    "pickle": (lambda at: torch.save({}, at / WEIGHTS), f"{WEIGHTS} is a pickled PyTorch file; try:"),
+    "missing tensor": (lambda at: change(at, lambda tensors: tensors.pop(Q_PROJ)), "layers.1.self_attn.q_proj.weight"),
     "shape": (
         lambda at: change(at, lambda tensors: tensors.update({Q_PROJ: torch.ones(16, 32)})),
-        CheckpointError,
-        [Q_PROJ.removeprefix("model."), "[16, 32]", "[32, 32]"],
+        "layers.1.self_attn.q_proj.weight; [16, 32]; [32, 32]",
     ),
     "nan": (
         lambda at: change(at, lambda tensors: tensors[OUT_PROJ][3].fill_(torch.nan)),
-        CheckpointError,
-        [OUT_PROJ.removeprefix("model.")],
+        "layers.0.linear_attn.out_proj.weight",
     ),
     "infinity": (
         lambda at: change(at, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.inf)),
-        CheckpointError,
-        ["model.norm.weight"],
+        "model.norm.weight",
     ),
-    "absent shard": (
-        absent_shard,
-        CheckpointError,
-        ["model.safetensors.index.json", "model-00002-of-00002.safetensors", "try:"],
-    ),
+    "absent shard": (absent_shard, "model.safetensors.index.json; model-00002-of-00002.safetensors; try:"),
 }
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_bad_checkpoint(name: str, folder: pathlib.Path) -> None:
-    damage, kind, words = CHECKPOINTS[name]
+    damage, words = CHECKPOINTS[name]
     damage(folder)
-    with pytest.raises(SpecdecError) as caught:
+    with pytest.raises(UnknownNameError if name == "unknown type" else CheckpointError) as caught:
         specdec.load(str(folder))
-    assert type(caught.value) is kind
-    check(caught.value, *words)
+    check(caught.value, *words.split("; "))
 
 
 @pytest.mark.parametrize("counted", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -317,10 +278,11 @@ def test_unknown_names_and_options(folder: pathlib.Path) -> None:
         ({"depth": 99}, ConfigError, ["depth", "99"]),
         ({"depth": 1.5}, ConfigError, ["depth", "takes an integer, a string or a mapping, got 1.5"]),
         ({"drafter": 5}, ConfigError, ["drafter", "takes a string or a mapping, got 5"]),
+        ({"drafter": 5, "depth": 1.5}, ConfigError, ["2 arguments of load() cannot be used", "1: ", "2: "]),
         ({"drafter": {"name": 3}}, ConfigError, ["drafter.name", "takes the name of a plugin, got 3"]),
         ({"config": {"seed": 1}}, ConfigError, ["config", "takes a RunConfig"]),
         ({"verifier": "xyzzy"}, UnknownNameError, ["try:", 'verifier.name = "strict"']),
-        ({"dtype": "float15"}, ConfigError, ["dtype", "'float15'", "float16"][:2]),
+        ({"dtype": "float15"}, ConfigError, ["dtype", "'float15'"]),
     ]:
         with pytest.raises(SpecdecError) as caught:
             specdec.load(str(folder), **arguments)
@@ -369,16 +331,6 @@ def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
-
-
-def run(*arguments: str, status: int = 2) -> subprocess.CompletedProcess[str]:
-    return run_specdec(*arguments, status=status, env={"SPECDEC_CPU_KERNELS": "torch"})
-
-
-def check_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert "Traceback" not in done.stderr
-    for word in words:
-        assert word in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -329,13 +329,15 @@ def tried(call: Call, parameter: str, kind: Any, odd: str, lm: Any, folder: path
 
     def outcome(value: Any) -> Any:
         target = call.make(lm, folder)
-        given = {**call.usual(lm, folder), parameter: value}
+        given = {**({"seed": 1} if call.settings else {}), **call.usual(lm, folder), parameter: value}
         known = inspect.signature(target).parameters
         return call.outcome(target(**{name: one for name, one in given.items() if name in known or call.settings}))
 
     try:
         got = outcome(make())
     except SpecdecError as error:
+        if "\n" in error.message:
+            return f"a message of several lines: {error.message}"
         return None if len(str(error)) <= 2000 else f"a message of {len(str(error))} characters"
     except Exception as error:  # noqa: BLE001 - this is what is looked for
         return f"{type(error).__name__}: {error}"[:300]

@@ -1,22 +1,522 @@
-"""Checks values against declared types: what a file or a caller gives, strictly, with errors that name the place."""
+"""Checks values against declared types without loss: 2.9 is not an integer, true is not 1, "7" is not 7.
 
-from specdec.checking.arguments import checked, checked_fields
-from specdec.checking.conversion import Before, Mismatch, Problem, convert, dotted, error_of, items_of, known_fields
-from specdec.checking.validators import FieldError, between, each, one_of
+One converter serves files and callers: the keys of a configuration, the arguments of public calls, the fields of attrs
+classes. An annotation is the only place where a type is written down, so a new key or parameter is checked as well.
+From a caller come types that a file lacks, and they are taken when nothing is lost: NumPy's numbers, subclasses of
+``str`` and ``int``, sequences, 1-d arrays. Errors name the place.
+"""
 
-__all__ = [
-    "Before",
-    "FieldError",
-    "Mismatch",
-    "Problem",
-    "between",
-    "checked",
-    "checked_fields",
-    "convert",
-    "dotted",
-    "each",
-    "error_of",
-    "items_of",
-    "known_fields",
-    "one_of",
-]
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import functools
+import inspect
+import math
+import numbers
+import operator
+import os
+import pathlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import attrs
+
+from specdec.errors import ConfigError, SpecdecError, described, did_you_mean, nearest, shown, typed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+_LISTS = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
+_ANY_ORDER = (set, frozenset, AbstractSet, collections.abc.Iterable, collections.abc.Collection)
+
+
+@attrs.frozen
+class Problem:
+    """What is wrong at one path.
+
+    Attributes:
+        takes: what the place takes instead of ``got``.
+        text: what is wrong, where that is not the type.
+    """
+
+    path: tuple[str, ...]
+    takes: str = ""
+    got: object = None
+    hint: str | None = None
+    text: str = ""
+
+    def sentence(self, as_text: Callable[[object], str] = typed) -> str:
+        """What follows the place in a sentence."""
+        return self.text or f"takes {self.takes}, got {as_text(self.got)}"
+
+    def inside(self, place: str) -> Problem:
+        """The problem of a value that holds this one's."""
+        return attrs.evolve(self, path=(place, *self.path))
+
+
+def dotted(path: Sequence[str]) -> str:
+    """``("generation", "stop", "[0]")`` as ``generation.stop[0]``."""
+    return ".".join(path).replace(".[", "[")
+
+
+class Mismatch(Exception):
+    """A value that cannot be converted, or several inside one value: ``problems``."""
+
+    def __init__(self, takes: str, got: object = None, hint: str | None = None) -> None:
+        self.problems = [Problem((), takes, got, hint)]
+        super().__init__(takes)
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> Mismatch:
+        """Several at once."""
+        made = cls("")
+        made.problems = list(problems)
+        return made
+
+
+def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
+    """``value`` as ``kind``. In files records are tables, in programs they are objects of their class.
+
+    A class with a method ``from_table`` converts a table by itself, in files and in programs.
+    Raises: Mismatch; TypeError for a kind that a file cannot hold.
+    """
+    if type(kind) is type and kind in _PLAIN:
+        return _PLAIN[kind](value)
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if kind is Any or kind is object or isinstance(kind, TypeVar):
+        return value
+    if origin in _PLAIN:
+        return _PLAIN[origin](value)
+    if origin in (Union, types.UnionType):
+        return _of_union(value, inner, files)
+    if origin is Literal:
+        return _choice(value, inner)
+    if origin is Annotated:
+        return _annotated(value, inner, files)
+    if origin in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        return _mapping(value, *(inner or (Any, Any)), files=files)
+    if origin in _LISTS or origin in _ANY_ORDER:
+        return _collection(value, origin, inner, files)
+    if inspect.isclass(origin) and issubclass(origin, enum.Enum):
+        return value if isinstance(value, origin) else origin(_choice(value, [member.value for member in origin]))
+    if hasattr(origin, "from_table"):
+        return value if isinstance(value, origin) else _built(lambda: origin.from_table(value))
+    if files:
+        if inspect.isclass(origin) and (attrs.has(origin) or dataclasses.is_dataclass(origin)):
+            return _record(value, origin)
+        raise TypeError(f"a value of type {getattr(kind, '__name__', kind)} cannot be written in a file")
+    if inspect.isclass(kind) and not isinstance(value, kind):
+        raise Mismatch(f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}", value)
+    return value
+
+
+def error_of(
+    problems: Sequence[Problem],
+    error_class: type[SpecdecError],
+    sentence: Callable[[Problem], str],
+    several: str,
+    **facts: object,
+) -> SpecdecError:
+    """The error that names every problem, each on its line; ``several`` says what they are problems of."""
+    if len(problems) == 1:
+        return error_class(sentence(problems[0]), **facts, try_=problems[0].hint)
+    lines = (f"{sentence(problem)}{f' (try: {problem.hint})' if problem.hint else ''}" for problem in problems)
+    numbered: dict[str, object] = {str(number): line for number, line in enumerate(lines, start=1)}
+    return error_class(f"{len(problems)} {several} cannot be used", **numbered)
+
+
+class _Inside:
+    """Converts the items of a value, and raises at the end what was wrong with all of them."""
+
+    def __init__(self, files: bool) -> None:
+        self._files = files
+        self.problems: list[Problem] = []
+
+    def convert(self, place: str, value: Any, kind: Any) -> Any:
+        try:
+            return convert(value, kind, files=self._files)
+        except Mismatch as error:
+            self.problems += [problem.inside(place) for problem in error.problems]
+
+    def check(self) -> None:
+        if self.problems:
+            raise Mismatch.of(self.problems)
+
+
+# --- single values ---------------------------------------------------------------------------------------------------
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise Mismatch("true or false", value)
+    return value
+
+
+def _int(value: Any) -> int:
+    if type(value) is int:
+        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # NumPy's integers, subclasses of int
+        return int.__index__(operator.index(value))
+    raise Mismatch("an integer", value)
+
+
+def _number(value: Any) -> float:
+    """A float; another number if float64 holds it exactly, because people write ``temperature = 1``."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            number = float.__float__(float(value))
+        except (OverflowError, ValueError):
+            number = math.nan
+        if number == value:
+            return number
+    raise Mismatch("a finite number" if isinstance(value, float) else "a number", value)
+
+
+def _string(value: Any) -> str:
+    if isinstance(value, str):
+        return str.__str__(value)
+    hint = None
+    if isinstance(value, bool | int | float):
+        hint = f'quotes around it: "{str(value).lower() if isinstance(value, bool) else shown(value)}"'
+    raise Mismatch("a string", value, hint)
+
+
+def _path(value: Any) -> Any:
+    """A path or its text, as it was given."""
+    if not isinstance(os.fspath(value) if isinstance(value, os.PathLike) else value, str):
+        raise Mismatch("a path", value)
+    return value
+
+
+def _callable(value: Any) -> Any:
+    if not callable(value):
+        raise Mismatch("a function", value)
+    return value
+
+
+_PLAIN: Mapping[Any, Callable[[Any], Any]] = {
+    bool: _bool,
+    int: _int,
+    float: _number,
+    str: _string,
+    pathlib.Path: lambda value: pathlib.Path(_path(value)),
+    os.PathLike: _path,
+    collections.abc.Callable: _callable,
+}
+
+
+def _choice(value: Any, choices: Sequence[Any]) -> Any:
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:  # True == 1, but 1 is not one of the choices
+            return choice
+    hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
+    raise Mismatch(", ".join(map(repr, choices)), value, repr(hint) if hint else None)
+
+
+@attrs.frozen
+class Before:
+    """In ``Annotated``: looks at a value before it is converted. Raises: Mismatch."""
+
+    check: Callable[[Any], None]
+
+
+def _annotated(value: Any, inner: Sequence[Any], files: bool) -> Any:
+    """``Annotated[int, between(1, 8)]``: the validators of a field, for a parameter."""
+    kind, *others = inner
+    for other in others:
+        if isinstance(other, Before):
+            other.check(value)
+    converted = convert(value, kind, files=files)
+    for validator in others:
+        if not isinstance(validator, Before):
+            try:
+                validator(None, types.SimpleNamespace(name=""), converted)
+            except FieldError as error:
+                raise Mismatch(error.takes, value, error.facts.get("try")) from None
+    return converted
+
+
+def _of_union(value: Any, members: Sequence[Any], files: bool) -> Any:
+    """The first member that takes the value wins. ``None`` means an omitted key."""
+    if value is None and type(None) in members:
+        return None
+    takes: list[Problem] = []
+    inside: list[Mismatch] = []
+    for member in members:
+        if member is not type(None):
+            try:
+                return convert(value, member, files=files)
+            except Mismatch as error:
+                if any(problem.path or problem.text for problem in error.problems):
+                    inside.append(error)
+                else:
+                    takes += error.problems
+    if len(inside) == 1 or (inside and not takes):  # one member has the value's shape: what is wrong is inside
+        raise inside[0]
+    *others, last = dict.fromkeys(problem.takes for problem in takes)
+    hint = takes[0].hint if len(takes) == 1 else None
+    raise Mismatch(f"{', '.join(others)} or {last}" if others else last, value, hint)
+
+
+# --- values with items -----------------------------------------------------------------------------------------------
+
+
+def _collection(value: Any, origin: Any, inner: Sequence[Any], files: bool) -> Any:
+    """Lists, tuples and sets, all from a TOML list."""
+    values = items_of(value, any_order=origin in _ANY_ORDER)
+    if origin is tuple and inner and inner[-1] is not ...:
+        if len(values) != len(inner):
+            raise Mismatch(f"a list of {len(inner)}", value)
+        kinds = list(inner)
+    else:
+        kinds = [inner[0] if inner else Any] * len(values)
+    if set(kinds) != {int} or not set(map(type, values)) <= {int}:  # a long prompt need not be read one by one
+        items = _Inside(files)
+        pairs = enumerate(zip(values, kinds, strict=True))
+        values = [items.convert(f"[{index}]", item, kind) for index, (item, kind) in pairs]
+        items.check()
+    return origin(values) if origin in (tuple, frozenset, set) else values
+
+
+def items_of(value: Any, *, any_order: bool = False) -> list[Any]:
+    """The items of a list, another sequence or a 1-d array; with ``any_order`` of a set or an iterator as well.
+
+    Raises: Mismatch.
+    """
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        raise Mismatch("a list", value)
+    if isinstance(value, Sequence):
+        return list(value)
+    if any_order and isinstance(value, AbstractSet | Iterator):
+        return list(value)
+    if getattr(value, "ndim", None) == 1 and callable(getattr(value, "tolist", None)):  # NumPy's, torch's, JAX's
+        return list(value.tolist())
+    raise Mismatch("a list", value)
+
+
+def _mapping(value: Any, key_kind: Any, value_kind: Any, *, files: bool) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise Mismatch("a table", value)
+    items, converted = _Inside(files), {}
+    for key, item in value.items():
+        place = f"[{key}]" if isinstance(key, int) else key if isinstance(key, str) else shown(key, 60)
+        converted[items.convert(place, key, key_kind)] = items.convert(place, item, value_kind)
+    items.check()
+    return converted
+
+
+@functools.cache
+def hints_of(owner: Any) -> dict[str, Any]:
+    """Annotations of a class or a function by name, read at the first use: modules are complete by then."""
+    return get_type_hints(owner, include_extras=True)
+
+
+def known_fields(kind: Any) -> list[str]:
+    """The keys of a table with the fields of an attrs class or dataclass; none of another kind."""
+    return [field.name for field in fields_of(kind) if field.init and field.metadata.get("key", True)]
+
+
+def fields_of(kind: Any) -> Sequence[Any]:
+    """The fields of an attrs class or dataclass that does not convert tables by itself; none of another kind."""
+    if not inspect.isclass(kind) or hasattr(kind, "from_table"):
+        return ()
+    return attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+
+
+def _record(table: Any, kind: Any) -> Any:
+    """An object of an attrs class or dataclass, from a table with its fields."""
+    keys = known_fields(kind)
+    if not isinstance(table, Mapping):
+        raise Mismatch("a table", table, f"{keys[0]} = ... inside the table" if keys else None)
+    hints = hints_of(kind)
+    values, items = {}, _Inside(files=True)
+    for field in fields_of(kind):
+        if field.name in keys and field.name in table:
+            name = getattr(field, "alias", field.name)
+            values[name] = items.convert(field.name, table[field.name], hints.get(field.name, field.type or Any))
+        elif field.name in keys and is_required(field):
+            items.problems.append(Problem((field.name,), text="is required and missing"))
+    takes = f"Known keys: {', '.join(keys)}." if keys else "There are no options."
+    inner = {key: f"{name}.{key}" for name in keys for key in known_fields(hints.get(name))}
+    for key in sorted(map(str, table.keys() - set(keys))):
+        match = f" Did you mean {inner[key]!r}?" if key in inner else did_you_mean(key, keys)
+        items.problems.append(Problem((key,), text=f"is unknown.{match} {takes}"))
+    items.check()
+    return _built(lambda: kind(**values))
+
+
+def is_required(field: Any) -> bool:
+    """Whether a field of an attrs class or dataclass has no default."""
+    missing = (attrs.NOTHING, dataclasses.MISSING)
+    return field.default in missing and getattr(field, "default_factory", dataclasses.MISSING) is dataclasses.MISSING
+
+
+def _built(make: Callable[[], Any]) -> Any:
+    """``make()``, whose validators may refuse a value. Raises: Mismatch."""
+    try:
+        return make()
+    except Mismatch:
+        raise
+    except FieldError as error:
+        raise Mismatch.of([Problem((error.field,), error.takes, error.got, error.facts.get("try"))]) from error
+    except Exception as error:  # a class's own validator: its text is more specific
+        # attrs' own validators append the field and its settings to the message
+        text = str(error if isinstance(error, ConfigError) or not error.args else error.args[0])
+        raise Mismatch.of([Problem((), text=f"cannot be used: {text or type(error).__name__}")]) from error
+
+
+# --- arguments and fields --------------------------------------------------------------------------------------------
+
+
+def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Convert a function's arguments to their annotated types, as strictly as the keys of a configuration.
+
+    The function raises ``error_class`` that names every wrong argument, what was got and what would work. A missing or
+    an unknown argument is Python's own TypeError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [name for name, parameter in signature.parameters.items() if parameter.kind not in variable]
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # Python's own TypeError, with the function's name
+            wrong: list[Problem] = []
+            kinds = hints_of(function)
+            for name in named:
+                if name in bound.arguments and name in kinds:
+                    try:
+                        bound.arguments[name] = convert(bound.arguments[name], kinds[name])
+                    except Mismatch as error:
+                        wrong += [problem.inside(name) for problem in error.problems]
+                    except Exception as error:  # noqa: BLE001 - of the caller's object: a sequence that raises
+                        wrong.append(Problem((name,), text=f"cannot be used: {described(error)}"))
+            if wrong:
+                who = f"{function.__qualname__.removesuffix('.__init__')}()"
+                raise error_of(
+                    wrong,
+                    error_class,
+                    lambda one: f"argument {dotted(one.path)} of {who} {_in_words(one.sentence())}",
+                    f"arguments of {who}",
+                )
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def _in_words(text: str) -> str:
+    """What a TOML type is called in Python."""
+    return text.replace("a table", "a mapping").replace("true or false", "True or False")
+
+
+def checked_fields(owner: type, fields: list[Any]) -> list[Any]:
+    """A ``field_transformer`` of attrs that converts every field to its annotated type.
+
+    A converter of the field's own runs first, and validators run afterwards. Raises, on construction: FieldError.
+    """
+    return [field if field.inherited or not field.init else field.evolve(converter=_strict(field)) for field in fields]
+
+
+def _strict(field: attrs.Attribute[Any]) -> Any:
+    own: Any = field.converter or (lambda value: value)
+
+    def converted(value: Any, owner: Any, field: attrs.Attribute[Any]) -> Any:
+        try:
+            return convert(own(value), hints_of(owner.__class__)[field.name])
+        except Mismatch as error:
+            first = error.problems[0]
+            name = dotted((field.name, *first.path))
+            if first.takes:
+                raise FieldError(owner, name, _in_words(first.takes), first.got, try_=first.hint) from None
+            text = f"{type(owner).__name__}.{name} {_in_words(first.sentence())}"
+            raise ConfigError(text, try_=first.hint) from error
+        except Exception as error:  # of a field's own converter
+            raise ConfigError(f"{type(owner).__name__}.{field.name} cannot be used: {described(error)}") from error
+
+    return attrs.Converter(converted, takes_self=True, takes_field=True)
+
+
+# --- validators -------------------------------------------------------------------------------------------------------
+
+
+class FieldError(ConfigError):
+    """A value that a field does not take. Keeps the parts, so that a loader can name the key's path instead."""
+
+    def __init__(self, owner: object, field: str, takes: str, got: object, **facts: object) -> None:
+        self.field, self.takes, self.got = field, takes, got
+        super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {shown(got)}", **facts)
+
+
+@attrs.frozen(eq=False)
+class Described:
+    """A validator that also says what it takes.
+
+    Attributes:
+        check: raises FieldError.
+        schema: JSON Schema of what it takes, beside the type.
+    """
+
+    check: Validator
+    schema: Mapping[str, Any]
+
+    def __call__(self, owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        self.check(owner, field, value)
+
+
+def between(low: float, high: float) -> Validator:
+    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool.
+
+    Raises: ConfigError when an end is not a number, or ``low`` is above ``high``.
+    """
+    for end in (low, high):
+        if type(end) not in (int, float) or end != end:
+            raise ConfigError(f"between() takes two numbers, got {shown(end)}")
+    if low > high:
+        raise ConfigError(f"between() takes the lower end first, got {shown(low)} and {shown(high)}")
+    whole = type(low) is int and type(high) is int
+
+    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
+        number = type(value) is int or (not whole and type(value) is float)
+        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
+            raise FieldError(owner, field.name, f"{shown(low)} to {shown(high)}", value)
+
+    return Described(check, {"minimum": low, "maximum": high})
+
+
+def one_of(*choices: str) -> Validator:
+    """An attrs validator for a fixed set of words; the error suggests the nearest one.
+
+    Raises: ConfigError when the choices are not strings, or there are none.
+    """
+    if not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ConfigError(f"one_of() takes one string or more, got {shown(choices)}")
+    *others, last = (repr(choice) for choice in choices)
+    takes = f"{', '.join(others)} or {last}" if others else last
+
+    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
+        if type(value) is not str or value not in choices:
+            hint = nearest(value, choices) if isinstance(value, str) else None
+            raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
+
+    return Described(check, {"enum": list(choices)})
+
+
+def each(validator: Validator) -> Validator:
+    """An attrs validator that applies ``validator`` to every item of a list, or every value of a table."""
+
+    def check(owner: object, field: attrs.Attribute[Any], value: Iterable[Any]) -> None:
+        for item in value.values() if isinstance(value, dict) else value:
+            validator(owner, field, item)
+
+    return Described(check, {"items": dict(getattr(validator, "schema", {}))})

@@ -137,9 +137,10 @@ def _no_such_folder(model: str, path: Path) -> CheckpointError:
     if os.path.isdir(parent) and os.access(parent, os.R_OK):
         match = nearest(path.name, (name for name in entries(parent) if os.path.isdir(parent / name)))
         did_you_mean = f" Did you mean {str(path.parent / match)!r}?" if match else ""
-        return CheckpointError(
-            f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=_instead_of_a_file(path)
-        )
+        instead = _instead_of_a_file(path)
+        if re.fullmatch(r"[A-Za-z][\w-]*", model):
+            instead = 'a hub id with its organization, as in "openai-community/gpt2"; a folder; or "demo"'
+        return CheckpointError(f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=instead)
     while not os.path.isdir(parent):
         parent = parent.parent
     return CheckpointError(f"there is no folder {model!r}", exists_up_to=parent, try_=_MODELS)

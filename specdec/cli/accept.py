@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import PATH, configured, interruptible, refuse
+from specdec.cli.options import PATH, SAMPLING, check_file, configured, integer, interruptible, refuse
 from specdec.cli.run_report import acceptance_table
 from specdec.config import Choice, Override, RunConfig
 
@@ -28,7 +29,7 @@ SHOWN_MISMATCHES = 5
 @click.command()
 @configured("Maximum tokens per prompt", new_tokens=48, example="drafter.max_order=3", own=("depth",))
 @measuring.measured(per_class=None, csv_help="Write the table.")
-@click.option("--depth", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted per cycle.")
+@integer("--depth", "Tokens drafted per cycle", 4)
 @click.option("--passive", is_flag=True, help="Draft at every plain step and verify nothing: the output cannot change.")
 @click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
 @click.option(
@@ -116,7 +117,7 @@ def accept(
 
 _OF_A_MODEL = (
     *("prompts_file", "classes", "per_class", "csv_file", "plot_file", "html_file", "passive", "ablate", "log_file"),
-    *("max_new_tokens", "temperature", "seed", "verifier_part"),
+    *("max_new_tokens", *SAMPLING, "weights", "verifier_part"),
 )
 
 
@@ -124,6 +125,7 @@ def _judge_traffic(
     ctx: click.Context, config: RunConfig, trace_file: pathlib.Path, depth: int, *, as_json: bool
 ) -> None:
     """``accept --trace``."""
+    check_file("--trace", trace_file)
     why = "with --trace no model runs, and the prompts are the file's."
     refuse(_OF_A_MODEL, why)
     for override in map(Override.parse, ctx.params["settings"]):
@@ -201,7 +203,9 @@ def show(report: AcceptanceReport, console: output.Printer) -> None:
     )
     headings = ["class", "verdict", "best depth", "speed-up", "interval", "tokens per cycle", "decided by"]
     left = ("class", "verdict", "decided by")
-    section("Verdict", output.table(headings, map(_verdict, groups), left=left), _cycle_line(report))
+    section(
+        "Verdict", output.table(headings, map(_verdict, groups), left=left), *_undecided(groups), _cycle_line(report)
+    )
     rows = [(one.kind, str(one.accepted), str(one.rejected), output.share(one.rate)) for one in report.kinds]
     section(
         "Accepted and rejected by kind of token",
@@ -273,6 +277,27 @@ def _verdict(group: ClassReport) -> tuple[str, ...]:
         return group.name, verdict, "-", "-", "-", "-", group.decided_by
     figures = (str(best.depth), f"{best.speedup:.2f}x", between(best.interval, ".2f", "x"), f"{best.tokens:.2f}")
     return group.name, verdict, *figures, group.decided_by
+
+
+def _undecided(groups: Sequence[ClassReport]) -> Iterator[str]:
+    """How many prompts would decide on classes that are "worth trying": an interval shrinks with their root."""
+    from specdec.measuring.intervals import MIN_PROMPTS
+    from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice
+
+    needed = []
+    for group in groups:
+        if group.best is None or group.verdict is not Advice.WORTH_TRYING:
+            continue
+        speedup, prompts = group.best.speedup, MIN_PROMPTS
+        if group.best.interval is not None:
+            if NOT_WORTH_IT <= speedup <= TURN_ON:
+                continue  # the speed-up is between the two, however many prompts there are
+            reach, edge = (0, TURN_ON) if speedup > TURN_ON else (1, NOT_WORTH_IT)
+            spread = (group.best.interval[reach] - speedup) / (edge - speedup)
+            prompts = max(group.prompts + 1, math.ceil(group.prompts * spread**2))
+        needed.append(f"{group.name} about {prompts} ({group.prompts} measured)")
+    if needed:
+        yield f"Prompts that it takes to decide: {', '.join(needed)}."
 
 
 def _cycle_line(report: AcceptanceReport) -> str:

@@ -15,12 +15,15 @@ from specdec.cli.options import (
     KEYS,
     LARGEST,
     PATH,
+    PROMPT_OPTIONS,
     SAMPLE_PROMPT,
     TEXT,
     Number,
     PromptOptions,
+    check_file,
     configured,
     ignore_eos,
+    integer,
     interruptible,
     prompted,
     refuse,
@@ -50,14 +53,9 @@ PER_CLASS = 4  # of specdec's own prompts
     help="Compare two OpenAI-compatible servers, the plain one first. The same one twice shows its own noise.",
 )
 @click.option("--prompts", "prompts_file", metavar="FILE", type=FILE, help="With --server: prompts as for accept.")
-@click.option(
-    "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="Prompts per class (default 4 of specdec's own)."
-)
-@click.option(
-    "--batch",
-    type=click.IntRange(1, 256),
-    metavar="N",
-    help="Send N requests together, each beside a sampled one that is not judged (default 1, alone).",
+@integer("--per-class", "Prompts per class (default 4 of specdec's own)")
+@integer(
+    "--batch", "Send N requests together, each beside a sampled one that is not judged (default 1, alone)", high=256
 )
 @click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="Seconds per response (default 300).")
 @click.option(
@@ -67,13 +65,7 @@ PER_CLASS = 4  # of specdec's own prompts
 @prompted
 @configured()
 @ignore_eos
-@click.option(
-    "--rows",
-    type=click.IntRange(1, LARGEST),
-    default=4,
-    show_default=True,
-    help="Rows per pass in the control; 1 disables it.",
-)
+@integer("--rows", "Rows per pass in the control; 1 disables it", 4)
 @click.option(
     "--tolerance",
     type=Number(0.0),
@@ -120,7 +112,7 @@ def audit(
         prompt = prompt_options.read(config)
     else:
         why = "with --run, prompt and generation settings are the file's."
-        refuse(("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"}), why)
+        refuse((*PROMPT_OPTIONS, *KEYS.keys() - {"model", "weights"}), why)
         for override in map(Override.parse, ctx.params["settings"]):
             if override.path[0] == "generation":
                 raise click.UsageError(f"{override.source}: {why}")
@@ -130,13 +122,14 @@ def audit(
     from specdec.measuring.audit import read_run
 
     measuring.check_writable(plot=plot_file)  # before minutes of decoding
+    check_file("--run", run_file)
     recorded = read_run(run_file) if run_file is not None else None
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     if prompt is SAMPLE_PROMPT:
         click.echo("no prompt given: continuing a sample", err=True)
     if recorded is None:
-        recorded = _run_now(lm, prompt, chat=prompt_options.chat)
+        recorded = _run_now(lm, prompt_options.in_template(lm, prompt))
     elif recorded.fingerprint and recorded.fingerprint != lm.info.fingerprint:
         raise PromptError(
             "the run was made with another model",
@@ -164,10 +157,10 @@ def audit(
         ctx.exit(output.BROKEN_PROMISE)
 
 
-def _run_now(lm: LanguageModel, prompt: str | list[int], *, chat: bool) -> RecordedRun:
+def _run_now(lm: LanguageModel, prompt: str | list[int]) -> RecordedRun:
     from specdec.measuring.audit import RecordedRun
 
-    stream = lm.stream(prompt, chat=chat)
+    stream = lm.stream(prompt)
     with interruptible(stream), output.status("generating"):
         result = stream.result
     return RecordedRun(
@@ -271,9 +264,10 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
 
 _REQUEST = ("max_new_tokens", "temperature", "seed", "ignore_eos")
 _NOT_OF_SERVERS = {
-    ("run_file", "rows", "prompt_tokens", "chat"): "it is for specdec's own runs, without --server.",
-    ("source", "drafter_part", "verifier_part", "depth_part"): "with --server, the servers have their models and "
-    "drafters.",
+    ("run_file", "rows", "prompt_tokens", "chat", "system"): "it is for specdec's own runs, without --server.",
+    ("source", "drafter_part", "verifier_part", "depth_part", "weights"): "with --server, the servers have their "
+    "models and drafters.",
+    ("top_k", "top_p", "min_p"): "it means nothing to a server here.",
 }
 
 
@@ -287,6 +281,7 @@ def _compare(
     as_json: bool,
 ) -> None:
     """``audit --server``."""
+    from specdec.decoding.parts import with_seed
     from specdec.measuring.comparison import Comparison
     from specdec.measuring.divergences import Verdict
     from specdec.measuring.server import Request, ServerEngine
@@ -299,7 +294,8 @@ def _compare(
         ServerEngine(url, options["model"], api_key=options["api_key"], timeout=options["timeout"] or 300.0)
         for url in options["servers"]
     )
-    request = Request(**{name: getattr(config.generation, name) for name in _REQUEST})
+    settings = attrs.asdict(with_seed(config.generation), recurse=False)
+    request = Request(**{name: settings[name] for name in _REQUEST if settings[name] is not None})
     with output.progress("asking", then="requests", silent=as_json) as advance:
         how = {"tolerance": tolerance, "batch": options["batch"] or 1, "progress": advance}
         comparison = Comparison(plain, speculative, prompts, request, **how)
@@ -343,7 +339,7 @@ def _check_options(ctx: click.Context, config: RunConfig) -> None:
 
 
 def _prompts(options: Mapping[str, Any], prompt_options: PromptOptions) -> list[Prompt]:
-    from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
+    from specdec.measuring.prompts import Prompt
 
     file, per_class = options["prompts_file"], options["per_class"]
     text = prompt_options.chosen_text()
@@ -351,8 +347,7 @@ def _prompts(options: Mapping[str, Any], prompt_options: PromptOptions) -> list[
         if file is not None or per_class is not None:
             raise click.UsageError("--prompts and --per-class: with one prompt of your own, leave them out.")
         return [Prompt(kind="prompts", text=text)]
-    known = own_prompts() if file is None else load_prompts(file)
-    chosen = choose_prompts(known, per_class=per_class or (PER_CLASS if file is None else None))
+    chosen = measuring.chosen_prompts(file, per_class or (PER_CLASS if file is None else None))
     return [prompt for group in chosen.values() for prompt in group]
 
 

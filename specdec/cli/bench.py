@@ -10,7 +10,7 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import LARGEST, Number, configured, whole_number
+from specdec.cli.options import LARGEST, Number, configured, integer, whole_number
 from specdec.config import RunConfig
 from specdec.errors import shown
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @configured("Tokens to generate per prompt", new_tokens=96)
 @measuring.measured(per_class=3, csv_help="Write every run and context length.")
-@click.option(
-    "--repeats", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="A B B A rounds per prompt."
-)
+@integer("--repeats", "A B B A rounds per prompt", 1, high=1_000_000)
 @click.option(
     "--pause",
     type=Number(0.0, 3600.0),

@@ -6,17 +6,16 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from specdec.cli import output
 from specdec.cli.options import FILE, TEXT, configured, interruptible, whole_number
-from specdec.cli.run_report import acceptance_table, speculation_line
+from specdec.cli.run_report import promise, speculation_line
 from specdec.config import Override, RunConfig
-from specdec.errors import PromptError, SpecdecError, did_you_mean, shown
+from specdec.errors import ConfigError, PromptError, SpecdecError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from specdec.decoding.conversation import Conversation
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 1024
 PROMPT, MORE = "> ", ". "
+LEAVING = ("exit", "bye")  # other words for /quit
 
 
 @click.command()
@@ -49,20 +49,13 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     import specdec
     from specdec.decoding.conversation import Conversation
 
-    template = _template_variables(variables)
+    template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     conversation = Conversation(lm, system=system, template=template)
     if load_file is not None:
         conversation.load(_path(load_file))
     Chat(lm, conversation, config).run()
-
-
-def _template_variables(texts: Sequence[str]) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    for override in map(Override.parse, texts):
-        variables[".".join(override.path)] = override.value
-    return variables
 
 
 class Chat:
@@ -75,16 +68,20 @@ class Chat:
         self._last: Result | None = None
         self._quit = False
         self._settings: dict[str, Any] = {}  # by /set
+        self._saved: set[pathlib.Path] = set()  # files that are this conversation's own, so that /save replaces them
         self._console = output.console(stderr=True)
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
+            "regenerate": ("", "answer the last message again", self._regenerate),
             "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
+            "system": ("[TEXT]", "show or replace the system message", self._system),
             "save": ("FILE", "write the conversation with its state", self._save),
+            "save!": ("FILE", "the same, replacing a file", self._replace),
             "load": ("FILE", "continue a saved conversation", self._load),
             "clear": ("", "forget the whole conversation, except for the system message", self._clear),
             "set": ("KEY=VALUE", "change a setting of the answers: temperature=0.8, seed=3", self._set),
             "stats": ("", "speed and acceptance of the last answer and of the conversation", self._stats),
             "help": ("", "this list; start a message with // for a literal /", self._help),
-            "quit": ("", "leave (also Ctrl-D)", self._leave),
+            "quit": ("", "leave (also /exit, /bye and Ctrl-D)", self._leave),
         }
 
     def run(self) -> None:
@@ -106,8 +103,9 @@ class Chat:
             self._answer(text[1:])
         elif text.startswith("/"):
             name, _, argument = text[1:].partition(" ")
+            name = "quit" if name in LEAVING else name
             if name not in self._commands:
-                hint = did_you_mean(name, self._commands).replace("'", "")
+                hint = did_you_mean(name, [*self._commands, *LEAVING]).replace("'", "")
                 raise PromptError(
                     f"there is no command /{name}.{hint}",
                     commands=", ".join(f"/{known}" for known in self._commands),
@@ -119,10 +117,13 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         answer = self._conversation.ask(text, **self._settings)
+        begun = False
         with interruptible(answer):
             try:
                 for piece in answer:
-                    click.echo(piece, nl=False)
+                    visible = piece if begun else piece.lstrip("\r\n")  # no blank lines before an answer
+                    begun = begun or bool(visible)
+                    click.echo(visible, nl=False)
             finally:
                 click.echo()
         self._last = result = answer.result
@@ -130,21 +131,19 @@ class Chat:
             self._say("(stopped before the first token; the message is dropped)")
         elif note := {
             "interrupted": "(stopped; the answer so far is kept)",
-            "length": f"(cut after {output.count(len(result.tokens), 'token')}; -n sets the limit)",
+            "length": f"(cut after {output.count(len(result.tokens), 'token')}; /set max_new_tokens=N allows more)",
             "context": f"(the model's {self._lm.capacity} tokens are used up; /rewind makes room)",
         }.get(result.finish_reason):
             self._say(note)
 
     def _introduction(self) -> list[tuple[str, str]]:
         lm, info = self._lm, self._lm.info
-        depth = ", ".join(f"{key} {value}" for key, value in self._config.depth.options.items())
-        parity = info.parity.value + (f" ({info.parity_reason})" if info.parity_reason else "")
+        depth = "".join(f" {value}" for key, value in self._config.depth.options.items() if key == "depth")
         runs = f"{info.family}, {info.dtype} on {info.device or info.backend}, {lm.capacity} tokens"
         return [
             ("model", f"{self._config.target.model}: {runs}"),
-            ("drafter", f"{lm.drafter.spec.name}, depth policy {lm.depth.spec.name}{f' ({depth})' if depth else ''}"),
-            ("verifier", f"{self._config.verifier.name}, guarantee {lm.verifier.guarantee.value}"),
-            ("parity", parity),
+            ("drafter", f"{lm.drafter.spec.name}, {lm.depth.spec.name} depth{depth}"),
+            ("output", promise(lm.verifier.guarantee.value, info.parity.value)),
         ]
 
     # --- commands --------------------------------------------------------------------------------------------------
@@ -155,6 +154,18 @@ class Chat:
             raise PromptError(f"/rewind takes a number of turns, got {shown(argument)}")
         self._conversation.rewind(turns)
         self._say(f"{output.count(self._conversation.turns, 'turn')} left")
+
+    def _regenerate(self, _: str) -> None:
+        messages = self._conversation.messages
+        self._conversation.rewind()
+        if not self._settings.get("temperature", self._config.generation.temperature):
+            self._say("(greedy decoding gives the same answer; /set temperature=0.8 samples)")
+        self._answer(messages[-2]["content"])
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._conversation.system = text
+        self._say(f"system message: {self._conversation.system or 'none'}")
 
     def _clear(self, _: str) -> None:
         if self._conversation.turns:
@@ -168,19 +179,36 @@ class Chat:
             raise PromptError(
                 f"/set takes KEY=VALUE, a key of [generation]{f'; set so far: {current}' if current else ''}"
             )
-        override = Override.parse(argument)
+        try:
+            override = Override.parse(argument)
+        except ConfigError as error:
+            example = 'temperature=0.8 or stop=["a", "b"]'
+            raise PromptError(f"/set takes KEY=VALUE, such as {example}, got {shown(argument)}") from error
         key = override.path[-1]
         settings = {**self._settings, key: override.value}
         if override.path not in ((key,), ("generation", key)):
             raise PromptError(f"/set takes a key of [generation], got {shown('.'.join(override.path))}")
         from specdec.decoding.parts import override_generation
 
-        override_generation(self._config.generation, settings)
+        try:
+            override_generation(self._config.generation, settings)
+        except PromptError as error:
+            raise PromptError(error.message.removeprefix("GenerationConfig."), **error.facts) from None
         self._settings = settings
         self._say(f"{key} is {override.value}")
 
     def _save(self, argument: str) -> None:
-        self._conversation.save(_path(argument, "save"))
+        file = _path(argument, "save").absolute()
+        if file not in self._saved and os.path.lexists(file):
+            raise PromptError(
+                f"there is a file {shown(argument)} already", try_=f"/save! {argument}, which replaces it"
+            )
+        self._replace(argument)
+
+    def _replace(self, argument: str) -> None:
+        file = _path(argument, "save")
+        self._conversation.save(file)
+        self._saved.add(file.absolute())
         self._say(f"saved {output.count(self._conversation.turns, 'turn')}")
 
     def _load(self, argument: str) -> None:
@@ -193,10 +221,15 @@ class Chat:
 
     def _stats(self, _: str) -> None:
         totals, used = self._conversation.stats, len(self._conversation.tokens)
+        drafted, accepted = sum(totals.offered), sum(totals.accepted)
         rows = [
             ("turns", f"{self._conversation.turns}, {used} of {self._lm.capacity} tokens used"),
             ("generated", f"{output.count(totals.tokens, 'token')} in {output.count(totals.cycles, 'cycle')}"),
         ]
+        if drafted:
+            rows.append(
+                ("accepted", f"{accepted} of {output.count(drafted, 'drafted token')} ({accepted / drafted:.0%})")
+            )
         if self._last is not None:
             last, stats = self._last, self._last.stats
             tokens = f"{output.count(len(last.tokens), 'token')}, {stats.tokens_per_second:.1f} tokens/s"
@@ -205,10 +238,9 @@ class Chat:
                 ("its prompt", f"{last.prompt_tokens} tokens, of which {stats.prefilled} ran through the model"),
                 ("speculation", speculation_line(stats.speculation())),
             ]
+            if last.generation.temperature > 0:
+                rows.append(("sampled", f"temperature {last.generation.temperature:g}, seed {last.generation.seed}"))
         self._console.print(output.facts(rows))
-        if totals.offered:
-            self._say("\nacceptance over the conversation, by lookahead position:")
-            self._console.print(acceptance_table(attrs.asdict(totals)))
 
     def _help(self, _: str) -> None:
         rows = [(f"/{name} {takes}".rstrip(), what) for name, (takes, what, _) in self._commands.items()]

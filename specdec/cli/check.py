@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, settings_option
+from specdec.cli.options import FILE, integer, settings_option
 from specdec.config import Override
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError, UnsupportedError, cut
 
 if TYPE_CHECKING:
     from specdec.testing import Report
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", type=FILE)
 @settings_option("block=true", help="An option of the plugin")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the drawn cases."
-)
+@integer("--seed", "Seed of the drawn cases", 0, low=0, high=2**63 - 1)
 @click.option(
     "--effort",
     type=click.Choice(["sample", "quick", "full"]),
@@ -111,11 +109,7 @@ def _show(report: Report) -> None:
     others = [(one.check.id, one.status.value, one.detail) for one in report.outcomes if one.detail]
     shown = [f"{id_} {status}: {detail}" for id_, status, detail in others if id_ not in {o.check.id for o in failed}]
     for line in [*shown, *report.notes][:LINES]:
-        console.print(_cut(line, 230))
+        console.print(cut(line, 230))
     ids = ", ".join(dict.fromkeys(one.check.id for one in report.failures))
     verdict = f"fails {ids}" if ids else "passes"
     console.print(f"\n{report.name} {verdict} (contract {report.contract}, seed {report.seed})")
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -14,6 +14,8 @@ import attrs
 import click
 from click.shell_completion import CompletionItem
 
+from specdec.checking import known_fields
+
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
@@ -46,9 +48,8 @@ def keys() -> Iterator[str]:
             yield table.name
             yield f"{table.name}.name"
             continue
-        for field in attrs.fields(TargetConfig if table.name == "target" else GenerationConfig):
-            if field.metadata.get("key", True):
-                yield f"{table.name}.{field.name}"
+        for key in known_fields(TargetConfig if table.name == "target" else GenerationConfig):
+            yield f"{table.name}.{key}"
 
 
 def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:

@@ -9,7 +9,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, settings_option
+from specdec.cli.options import FILE, integer, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from specdec.doctor import MachineReport, Promise, RowCosts
     from specdec.records.bits import Finding
 
+SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "max_rows")
 SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has all
 
 
 @click.command()
 @click.argument("model", type=FILE, required=False)
 @settings_option("target.backend=metal", help="Override a key of [target]")
-@click.option(
-    "--context", type=click.IntRange(1), metavar="N", help="Also compare after N tokens: kernels may depend on length."
-)
+@integer("--context", "Also compare after N tokens: kernels may depend on length")
 @output.json_option
 @click.pass_context
 def doctor(
@@ -111,13 +110,10 @@ def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
         share = machine.product_bandwidth / machine.stream_bandwidth
         read = f"{machine.stream_bandwidth / 1e9:.0f} GB/s read"
         yield "memory speed", f"{read}, {machine.product_bandwidth / 1e9:.0f} GB/s in products ({share:.2f})"
-    yield "auto", f"{machine.auto or 'none'}{_because(machine.auto_reason)}"
+    yield "auto", f"{machine.auto or 'none'}{f' ({machine.auto_reason})' if machine.auto_reason else ''}"
     yield "plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"
-    yield "cache", f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
-
-
-def _because(reason: str) -> str:
-    return f" ({reason})" if reason else ""
+    problem = f" ({machine.cache_problem})" if machine.cache_problem else ""
+    yield "cache", f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{problem}"
 
 
 # --- with a model ----------------------------------------------------------------------------------------------------
@@ -166,13 +162,7 @@ class _Examined:
         info, costs = self.info, self.costs
         return {
             "model": self.model,
-            "family": info.family,
-            "fingerprint": info.fingerprint,
-            "backend": info.backend,
-            "device": info.device,
-            "dtype": info.dtype,
-            "kernels": info.kernels,
-            "max_rows": info.max_rows,
+            **{name: getattr(info, name) for name in SHOWN_FACTS},
             "parity_at_load": info.parity.value,
             "parity_reason": info.parity_reason,
             "notices": list(self.notices),

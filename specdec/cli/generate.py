@@ -14,6 +14,7 @@ import click
 from specdec.cli import output
 from specdec.cli.measuring import check_writable, plain_milliseconds
 from specdec.cli.options import (
+    ESCAPED,
     PATH,
     SAMPLE_PROMPT,
     SAMPLE_SETTINGS,
@@ -25,7 +26,7 @@ from specdec.cli.options import (
     prompted,
     read_text,
 )
-from specdec.cli.run_report import report, three_lines
+from specdec.cli.run_report import FEWEST_COMPARED, report, three_lines
 from specdec.config import GenerationConfig, RunConfig
 from specdec.errors import UnsupportedError
 
@@ -37,16 +38,20 @@ if TYPE_CHECKING:
     from specdec.text import Tokenizer
 
 COMPARED_RUNS = 3  # of each kind, with --compare; the fastest counts
+QUICK_S = 2.0  # a generation that takes longer is compared with one of each kind
 
 
 @click.command()
 @prompted
 @configured()
-@click.option("--stop", multiple=True, type=TEXT, metavar="S", help="End before this string; repeatable.")
+@click.option(
+    "--stop", multiple=True, type=ESCAPED, metavar="S", help=r"End before this string, such as '\n'; may be repeated."
+)
+@click.option("--json-schema", metavar="SCHEMA", type=TEXT, help="Constrain the output: a JSON schema, or its file.")
 @ignore_eos
 @click.option("--prediction", "prediction_file", metavar="FILE", type=PATH, help="Draft from a text like the output.")
 @click.option("--stats", is_flag=True, help="Report everything that was counted, as tables.")
-@click.option("--compare", is_flag=True, help="Run plain decoding as well, and compare.")
+@click.option("--compare", is_flag=True, help="Run plain decoding as well, and compare speeds and tokens.")
 @click.option("--missed", "missed_file", metavar="FILE", type=PATH, help="Write each rejected draft (JSON lines).")
 @click.option("--trace", "trace_file", metavar="FILE", type=PATH, help="Record drafts and commits (JSON lines).")
 @click.option("--html", "html_file", metavar="FILE", type=PATH, help="Write a page that shows each token's origin.")
@@ -71,6 +76,8 @@ def generate(
     The text goes to stdout, the report to stderr. On a terminal, tokens that were drafted are green. Without MODEL and
     prompt, the embedded model continues a sample with a fixed seed, which is then compared with plain decoding. Ctrl-C
     ends the generation and keeps its output so far; a second Ctrl-C aborts.
+
+    A model that was trained to answer expects its chat template: use --chat, --system or specdec chat.
 
     --html writes one file that a browser shows without a server: each token's origin, what else was likely, and the
     cycles with their times.
@@ -105,7 +112,8 @@ def generate(
     recorded: list[CycleRecord] = []
     if html_file is not None and config.generation.logprobs is None:
         settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
-    stream = lm.stream(prompt, chat=prompt_options.chat, **settings)
+    tokens = prompt_options.in_template(lm, prompt)
+    stream = lm.stream(tokens, **settings)
     missed = trace = None
     if trace_file is not None:
         from specdec.hosting import StreamTrace
@@ -124,17 +132,28 @@ def generate(
         stream.on_cycle = lambda cycle: [add(cycle) for add in watching]
     if sample and not as_json:
         click.echo(prompt, nl=False, err=True)
-    with interruptible(stream):
-        for piece in stream:
-            if not as_json:
-                click.echo(piece if colours is None else colours.coloured(piece), nl=False)
-        result = stream.result
+    try:
+        with interruptible(stream):
+            for piece in stream:
+                if not as_json:
+                    click.echo(piece if colours is None else colours.coloured(piece), nl=False)
+            result = stream.result
+    except BaseException:
+        if sample and not as_json:
+            click.echo(err=True)  # the error begins on a line of its own, behind the prompt
+        raise
+    finally:
+        if not as_json:
+            click.echo()
     data = result.to_dict()
     if as_json:
         output.print_json(data)
     else:
-        click.echo()
-        three_lines(data, _compared(lm, prompt, prompt_options.chat, result, settings) if compare or sample else None)
+        if data["finish_reason"] == "stop" and len(data["tokens"]) == 1:
+            has_template = tokens is prompt and lm.tokenizer.has_chat_template
+            advice = "; --chat uses the chat template" if has_template else ""
+            click.echo(f"the model ended its answer with the first token{advice}", err=True)
+        three_lines(data, _compared(lm, tokens, result, settings) if compare or sample else None)
         if stats:
             report(data)
     if html_file is not None:
@@ -163,24 +182,32 @@ def sample_settings(config: GenerationConfig) -> GenerationConfig:
 
 
 def _compared(
-    lm: LanguageModel, prompt: Any, chat: bool, result: Result, settings: CallSettings
+    lm: LanguageModel, prompt: str | list[int], result: Result, settings: CallSettings
 ) -> dict[str, Any] | None:
     """Both speeds, in tokens per second, and whether plain decoding gives the same tokens."""
     if result.finish_reason == "interrupted" or lm.drafter.spec.name == "none":
         return None
     from specdec.measuring.runs import plain
 
-    other = plain(lm)
+    count = output.count(len(result.tokens), "token")
+    rounds = COMPARED_RUNS if result.stats.decode_seconds < QUICK_S else 1
+    if len(result.tokens) < FEWEST_COMPARED:
+        rounds = 1
+    more = f" and {output.count(rounds - 1, 'more speculative run')}" if rounds > 1 else ""
+    click.echo(f"comparing: {output.count(rounds, 'plain run')}{more} of {count}", err=True)
+    other, seed = plain(lm), result.generation.seed
     speeds: dict[str, list[float]] = {"speculative": [result.stats.tokens_per_second], "plain": []}
     same = True
-    with output.status("comparing with plain decoding"):
-        for number in range(COMPARED_RUNS):
-            if number:
-                speeds["speculative"].append(lm.generate(prompt, chat=chat, **settings).stats.tokens_per_second)
-            again = other.generate(prompt, chat=chat)
+    with output.progress("comparing", then="runs") as advance:
+        for done in range(rounds):
+            if done:
+                again = lm.generate(prompt, **{**settings, "seed": seed})
+                speeds["speculative"].append(again.stats.tokens_per_second)
+            again = other.generate(prompt, seed=seed)
             speeds["plain"].append(again.stats.tokens_per_second)
             same = same and again.tokens == result.tokens
-    return {"same": same, **{name: max(found) for name, found in speeds.items()}}
+            advance(done + 1, rounds)
+    return {"same": same, **{arm: max(rates) for arm, rates in speeds.items()}}
 
 
 def _write_page(

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, PATH, Command, add_options, interruptible
+from specdec.cli.options import FILE, PATH, Command, add_options, integer, interruptible
 from specdec.cli.report_page import ReportPage
 from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.measuring.environment import Environment
+    from specdec.measuring.prompts import PromptSet
     from specdec.pipeline import LanguageModel
 
 PLAIN_TOKENS = 24  # of the runs that say how fast plain decoding is
@@ -32,23 +33,13 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def resolved(
-            prompts_file: str | None,
-            classes: str | None,
-            per_class: int | None,
-            csv_file: pathlib.Path | None,
-            plot_file: pathlib.Path | None,
-            html_file: pathlib.Path | None,
-            **options: Any,
-        ) -> Any:
-            from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
-
-            known = own_prompts() if prompts_file is None else load_prompts(prompts_file)
+        def resolved(prompts_file: str | None, classes: str | None, per_class: int | None, **options: Any) -> Any:
             names = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
-            prompts = choose_prompts(known, classes=names, per_class=per_class)
-            check_writable(csv_file, plot=plot_file)
-            check_writable(plot=html_file)
-            return command(prompts=prompts, files={"csv": csv_file, "plot": plot_file, "html": html_file}, **options)
+            prompts = chosen_prompts(prompts_file, per_class, names)
+            files: Files = {kind: options.pop(f"{kind}_file") for kind in ("csv", "plot", "html")}
+            check_writable(files["csv"], plot=files["plot"])
+            check_writable(plot=files["html"])
+            return command(prompts=prompts, files=files, **options)
 
         return add_options(
             resolved,
@@ -60,14 +51,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
                 help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
             ),
             click.option("--classes", metavar="A,B", help="Measure only these prompt classes."),
-            click.option(
-                "--per-class",
-                type=click.IntRange(1),
-                default=per_class,
-                show_default=per_class is not None,
-                metavar="N",
-                help=f"Prompts per class{'' if per_class else ' (default all)'}.",
-            ),
+            integer("--per-class", f"Prompts per class{'' if per_class else ' (default all)'}", per_class),
             click.option("--csv", "csv_file", metavar="FILE", type=PATH, help=csv_help),
             click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib)."),
             click.option(
@@ -76,6 +60,13 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
         )
 
     return decorate
+
+
+def chosen_prompts(file: str | None, per_class: int | None, classes: list[str] | None = None) -> PromptSet:
+    """Prompts of a file, or specdec's own. Raises: PromptError."""
+    from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
+
+    return choose_prompts(own_prompts() if file is None else load_prompts(file), classes=classes, per_class=per_class)
 
 
 def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: bool) -> Any:

@@ -8,12 +8,13 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import click
@@ -21,7 +22,11 @@ from click.core import ParameterSource
 
 from specdec.cli.completion import complete_key, complete_model, plugin_names
 from specdec.config import Override, RunConfig, load_config, read_toml
-from specdec.errors import ConfigError, PromptError, shown
+from specdec.errors import ConfigError, PromptError, cut, shown
+from specdec.files.reading import TEXT_LIMIT, open_file
+
+if TYPE_CHECKING:
+    from specdec.pipeline import LanguageModel
 
 Command = Callable[..., Any]
 
@@ -30,9 +35,18 @@ class _Text(click.types.StringParamType):
     """Text in UTF-8, also in a locale of another encoding, which leaves its bytes as surrogates."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        with contextlib.suppress(UnicodeError):  # bytes of no UTF-8 stay as they are, and the prompt is refused
+        try:
             return os.fsencode(value).decode()
-        return value
+        except UnicodeError:
+            self.fail("It is not valid UTF-8.", param, ctx)
+
+
+class _Escaped(_Text):
+    r"""Text in which ``\n``, ``\r``, ``\t`` and ``\\`` are escapes; other backslashes stay."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        plain = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+        return re.sub(r"\\([nrt\\])", lambda match: plain[match[1]], super().convert(value, param, ctx))
 
 
 class _File(click.types.StringParamType):
@@ -57,7 +71,7 @@ class Number(click.FloatRange):
         return number
 
 
-TEXT, FILE, PATH = _Text(), _File(str), _File(pathlib.Path)
+TEXT, ESCAPED, FILE, PATH = _Text(), _Escaped(), _File(str), _File(pathlib.Path)
 LARGEST = 2**31 - 1  # of a count
 
 
@@ -74,8 +88,11 @@ def read_lines(path):
 SAMPLE_SETTINGS: Mapping[str, Any] = {"temperature": 0.6, "seed": 27}
 """How it does so: greedy decoding of so small a model repeats itself."""
 
-KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", "temperature", "seed", "stop", "ignore_eos")} | {
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", *SAMPLING, "stop", "ignore_eos")} | {
+    "json_schema": "generation.processors",
     "model": "target.model",
+    "weights": "target.weights",
     "drafter_part": "drafter",
     "verifier_part": "verifier",
     "depth_part": "depth",
@@ -104,6 +121,14 @@ ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an 
 def add_options(command: Command, *options: Callable[[Command], Command]) -> Command:
     """Add options to a command, listed in this order."""
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def integer(
+    name: str, help: str, default: int | None = None, *, low: int = 1, high: int | None = LARGEST
+) -> Callable[[Command], Command]:
+    """An option that takes an integer of a range."""
+    text = f"{help}." if default is None else f"{help} (default {default})."
+    return click.option(name, type=click.IntRange(low, high), metavar="N", default=default, help=text)
 
 
 def settings_option(example: str = "depth.depth=4", help: str = "Override a key") -> Callable[[Command], Command]:
@@ -144,8 +169,12 @@ def configured(
             if source is not None and file is None:
                 if options["model"] is not None:
                     raise click.UsageError(f"{source!r} and --model: give one model.")
+                if "prompt_options" in options and re.search(r"\s", source) and not os.path.exists(source):
+                    raise click.UsageError(
+                        f"There is no model {shown(source)}. Did you mean --prompt {shlex.quote(cut(source, 100))}?"
+                    )
                 options["model"] = source
-            flags = {KEYS[name]: options.pop(name) for name in list(options) if name in KEYS}
+            flags = {name: options.pop(name) for name in list(options) if name in KEYS}
             overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
             return command(config=_config(file, overrides, new_tokens), **options)
 
@@ -166,8 +195,12 @@ def configured(
             ),
             *parts,
             click.option("-n", "--max-new-tokens", type=int, metavar="N", help=length_help),
+            click.option("--weights", type=TEXT, metavar="FORMAT", help="Weight format: auto, decoded, int8 or int4."),
             click.option("-t", "--temperature", type=float, metavar="X", help="Sampling temperature; 0 is greedy."),
-            click.option("--seed", type=int, metavar="S", help="Random seed; the same seed gives the same output."),
+            click.option("--top-k", type=int, metavar="K", help="Sample from the K most likely tokens."),
+            click.option("--top-p", type=float, metavar="P", help="Sample from the most likely tokens that sum to P."),
+            click.option("--min-p", type=float, metavar="P", help="Leave out tokens below P times the most likely."),
+            click.option("--seed", type=int, metavar="S", help="Random seed; without one, a seed is drawn and shown."),
             settings_option(example),
         )
 
@@ -175,13 +208,16 @@ def configured(
 
 
 def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
-    """Overrides from the given options, by key."""
-    for key, value in flags.items():
+    """Overrides from the given options of ``KEYS``."""
+    for name, value in flags.items():
         if value is not None and value is not False and value != ():
-            option = "--" + key.rpartition(".")[2].replace("_", "-")
-            if isinstance(value, tuple):
+            if name == "depth_part":
+                value = _depth(value)
+            elif name == "json_schema":
+                value = [{"name": "grammar", "json_schema": value}]
+            elif isinstance(value, tuple):
                 value = list(value)
-            yield Override(tuple(key.split(".")), _depth(value) if key == "depth" else value, option)
+            yield Override(tuple(KEYS[name].split(".")), value, f"--{name.removesuffix('_part').replace('_', '-')}")
 
 
 def _depth(text: str) -> int | str:
@@ -192,7 +228,7 @@ def _depth(text: str) -> int | str:
         float(text)
         raise ConfigError(
             f"--depth takes a whole number of draft tokens or the name of a depth policy, got {shown(text)}",
-            try_="--depth 4, --depth adaptive",
+            try_="--depth 4, --depth auto",
         )
     return text
 
@@ -220,17 +256,21 @@ def refuse(names: Iterable[str], why: str) -> None:
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
+PROMPT_OPTIONS = ("prompt", "prompt_file", "prompt_tokens", "chat", "system")
+
+
 @attrs.frozen
 class PromptOptions:
-    """``--prompt``, ``--prompt-file``, ``--prompt-tokens`` and ``--chat`` as given."""
+    """The values of ``PROMPT_OPTIONS``."""
 
     text: str | None
     file: str | None
     tokens: str | None
     chat: bool
+    system: str | None
 
     def read(self, config: RunConfig) -> str | list[int]:
-        """The prompt; ``SAMPLE_PROMPT`` if none is given to the embedded model.
+        """The prompt, or what is piped in; ``SAMPLE_PROMPT`` if the embedded model gets neither.
 
         Raises: CheckpointError for a model that is not there, UsageError for no prompt or several, PromptError for an
             unreadable one.
@@ -242,47 +282,54 @@ class PromptOptions:
         ours = config.target.backend in ("auto", *backends)  # another engine reads target.model as it likes
         if ours and not is_hub_id(model):
             locate(model)  # a mistake in its path comes first
-        if self.tokens is not None:
-            self._one()
-            if self.chat:
-                raise click.UsageError("--chat takes text, not --prompt-tokens.")
-            return _token_ids(self.tokens)
         text = self.chosen_text()
+        if self.tokens is not None:
+            if self.chat or self.system is not None:
+                raise click.UsageError("--chat and --system take text, not --prompt-tokens.")
+            return _token_ids(self.tokens)
+        if text is None and not sys.stdin.isatty():
+            text = read_text("-") or None
         if text is not None:
             return text
         if model != "demo":
-            raise click.UsageError(f"Give {model} a prompt: --prompt, --prompt-file or --prompt-tokens.")
+            raise click.UsageError(
+                f"Give {model} a prompt: --prompt, --prompt-file, --prompt-tokens or standard input."
+            )
         return SAMPLE_PROMPT
+
+    def in_template(self, lm: LanguageModel, prompt: str | list[int]) -> str | list[int]:
+        """``prompt``, in the checkpoint's chat template if that is asked for. Raises: PromptError if there is none."""
+        if isinstance(prompt, list) or not (self.chat or self.system is not None):
+            return prompt
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return lm.chat_prompt([*system, {"role": "user", "content": prompt}])
 
     def chosen_text(self) -> str | None:
         """The text of ``--prompt`` or ``--prompt-file``. Raises: UsageError for several, PromptError for a bad file."""
-        self._one()
-        return self.text if self.file is None else _read(self.file)
-
-    def _one(self) -> None:
         values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
         options = [option for option, value in values.items() if value is not None]
         if len(options) > 1:
             raise click.UsageError(f"{' and '.join(options)}: give one prompt only.")
+        return self.text if self.file is None else read_text(self.file)
 
 
 def prompted(command: Command) -> Command:
-    """Add the options of ``PromptOptions``; the function gets them as ``asked``."""
+    """Add the options of ``PromptOptions``; the function gets them as ``prompt_options``."""
 
     @functools.wraps(command)
-    def resolved(
-        prompt: str | None, prompt_file: str | None, prompt_tokens: str | None, chat: bool, **options: Any
-    ) -> Any:
-        return command(prompt_options=PromptOptions(prompt, prompt_file, prompt_tokens, chat), **options)
+    def resolved(**options: Any) -> Any:
+        prompt = PromptOptions(*(options.pop(name) for name in PROMPT_OPTIONS))
+        return command(prompt_options=prompt, **options)
 
     return add_options(
         resolved,
-        click.option("-p", "--prompt", type=TEXT, help="Text to continue."),
+        click.option("-p", "--prompt", type=TEXT, help="Text to continue; without it, text piped in."),
         click.option(
             "--prompt-file", metavar="FILE", type=FILE, help="A UTF-8 file with the text to continue; - for stdin."
         ),
         click.option("--prompt-tokens", metavar="1,2,3", help="Token ids to continue."),
         click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template."),
+        click.option("--system", metavar="TEXT", type=TEXT, help="A system message; implies --chat."),
     )
 
 
@@ -299,27 +346,29 @@ def _token_ids(text: str) -> list[int]:
     return tokens
 
 
-def _read(file: str) -> str:
-    if file == "-":
-        return decoded(sys.stdin.buffer.read(), "-")
-    return read_text(file)
-
-
 def read_text(file: str) -> str:
-    """Read a UTF-8 file. Raises: PromptError with the position of a bad byte."""
+    """Read a UTF-8 file, or the first 32 MiB of a pipe; "-" is standard input. Raises: PromptError."""
+    limit = max(TEXT_LIMIT, os.path.getsize(file) if os.path.isfile(file) else 0)
     try:
-        data = pathlib.Path(file).read_bytes()
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
+            data = stream.read(limit + 1)
     except OSError as error:
         raise PromptError(f"cannot read {file!r}: {error.strerror or error}") from error
-    return decoded(data, file)
-
-
-def decoded(data: bytes, name: str) -> str:
-    """Decode UTF-8 bytes. Raises: PromptError."""
+    if len(data) > limit:
+        raise PromptError(f"{file!r} has no end within {limit:,} bytes", try_="a regular file")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise PromptError(f"{name!r} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
+        raise PromptError(f"{file!r} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
+
+
+def check_file(option: str, file: str | pathlib.Path | None) -> None:
+    """Raises: UsageError for something that would have no end, such as a pipe or a device."""
+    if file is not None and os.path.exists(file):
+        try:
+            open_file(file).close()
+        except OSError as error:
+            raise click.UsageError(f"{option}: {str(file)!r} cannot be read: {error.strerror or error}.") from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 import attrs
 import click
 
+from specdec.checking import fields_of
 from specdec.cli import output
 from specdec.contract import BackendSpec, DrafterSpec, ModelSpec, Needs
-from specdec.registry import KINDS, Entry, Failure, Kind, registry
+from specdec.registry import KINDS, Entry, Failure, Kind, Origin, registry
 
 
 @click.command()
@@ -28,14 +29,7 @@ def plugins(as_json: bool) -> None:
             {
                 **{info.plural: [_entry(entry) for entry in registered.entries(kind)] for kind, info in KINDS.items()},
                 "hooks": [
-                    {
-                        "kind": word,
-                        "name": plugin.name,
-                        "origin": str(plugin.origin),
-                        "distribution": plugin.origin.distribution,
-                        "version": plugin.origin.version or None,
-                        "module": plugin.origin.module,
-                    }
+                    {"kind": word, **_named(plugin.name, plugin.origin), "module": plugin.origin.module}
                     for word, plugin in registered.hooks()
                 ],
                 "conflicts": [
@@ -67,13 +61,7 @@ def _row(kind: Kind, number: int, entry: Entry) -> tuple[str, ...]:
 
 def _entry(entry: Entry) -> dict[str, Any]:
     spec, origin = entry.spec, entry.origin
-    data: dict[str, Any] = {
-        "name": spec.name,
-        "origin": str(origin),
-        "distribution": origin.distribution,
-        "version": origin.version or None,
-        "help": spec.help,
-    }
+    data: dict[str, Any] = {**_named(spec.name, origin), "help": spec.help}
     if isinstance(spec, ModelSpec):
         return {**data, "model_types": list(spec.model_types)}
     data["options"] = _options(spec.config)
@@ -92,13 +80,13 @@ def _needs(needs: object) -> list[str]:
 
 def _options(config: type, written: Callable[[object], str] = repr) -> dict[str, str]:
     """Option names with their defaults as text."""
-    if attrs.has(config):
-        return {field.name: _default(field.default, attrs.NOTHING, written) for field in attrs.fields(config)}
-    return {field.name: _default(field.default, dataclasses.MISSING, written) for field in dataclasses.fields(config)}
+    return {field.name: _default(field.default, written) for field in fields_of(config)}
 
 
-def _default(value: object, missing: object, written: Callable[[object], str]) -> str:
-    return "required" if value is missing else "computed" if isinstance(value, attrs.Factory) else written(value)  # type: ignore[arg-type]
+def _default(value: object, written: Callable[[object], str]) -> str:
+    if value in (attrs.NOTHING, dataclasses.MISSING):
+        return "required"
+    return "computed" if isinstance(value, attrs.Factory) else written(value)  # type: ignore[arg-type]
 
 
 def _as_written(value: object) -> str:
@@ -106,11 +94,13 @@ def _as_written(value: object) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _named(name: str, origin: Origin) -> dict[str, Any]:
+    return {"name": name, "origin": str(origin), "distribution": origin.distribution, "version": origin.version or None}
+
+
 def _failure(failure: Failure) -> dict[str, Any]:
     return {
-        "name": failure.name,
-        "distribution": failure.origin.distribution,
-        "version": failure.origin.version or None,
+        **_named(failure.name, failure.origin),
         "module": failure.origin.module,
         "during": failure.during,
         "provides": list(failure.provides),

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from specdec.cli import output
 
+FEWEST_COMPARED = 64  # tokens; with fewer, the ratio of two speeds is noise
+
 
 def three_lines(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> None:
     """Print the speed, what is promised about the tokens, and what drafting cost; then the notices.
@@ -30,16 +32,18 @@ def _essence(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> Ite
         yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s: {tokens}, {cycles}{ended}"
     else:
         fast, plain = compared["speculative"], compared["plain"]
-        ratio = f"{fast / plain:.2f} times plain decoding" if plain else "plain decoding took no time"
-        yield "speed", f"{ratio}: {fast:.0f} against {plain:.0f} tokens/s, {cycles}"
-    promise = f"{data['guarantee']}, with {data['parity']} parity"
+        speeds = f"{fast:.0f} against {plain:.0f} tokens/s, {cycles}"
+        if produced < FEWEST_COMPARED:
+            yield "speed", f"{speeds}; {tokens} are too few for a ratio ({FEWEST_COMPARED} or more)"
+        else:
+            yield "speed", f"{fast / plain:.2f} times plain decoding: {speeds}"
+    if (settings := data["generation"]).get("temperature"):
+        yield "sampled", f"temperature {settings['temperature']:g}, seed {settings['seed']}"
     if compared is not None:
         same = f"the same {tokens} as plain decoding" if compared["same"] else "NOT the tokens of plain decoding"
-        yield "output", f"{same} ({promise})"
-    elif data["guarantee"] == "exact" and data["parity"] == "bitwise":
-        yield "output", f"the tokens of plain decoding ({promise})"
+        yield "output", f"{same} ({data['guarantee']}, with {data['parity']} parity)"
     else:
-        yield "output", promise
+        yield "output", promise(data["guarantee"], data["parity"])
     drafted, accepted, active = sum(stats["offered"]), sum(stats["accepted"]), stats["speculation"]["active"]
     if not active:
         yield "drafting", speculation_line(stats["speculation"])
@@ -52,8 +56,14 @@ def _essence(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> Ite
     )
 
 
+def promise(guarantee: str, parity: str) -> str:
+    """What a verifier and a backend promise about the tokens."""
+    words = f"{guarantee}, with {parity} parity"
+    return f"the tokens of plain decoding ({words})" if (guarantee, parity) == ("exact", "bitwise") else words
+
+
 def report(data: Mapping[str, Any]) -> None:
-    """Print the summary of ``Result.to_dict`` on stderr."""
+    """Print what ``three_lines`` leave out of ``Result.to_dict`` on stderr."""
     stats = data["stats"]
     console = output.console(stderr=True)
     console.print()
@@ -76,7 +86,6 @@ def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "draft", draft_line(stats["draft"])
     if data.get("weights"):
         yield "weights", data["weights"]
-    yield "guarantee", f"{data['guarantee']}, with {data['parity']} parity"
     largest = f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at most"
     yield "deviation", largest if off else "none"
 

@@ -11,7 +11,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import check_writable
-from specdec.cli.options import FILE, PATH, interruptible, read_text, settings_option
+from specdec.cli.options import FILE, PATH, integer, interruptible, read_text, settings_option
 from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
@@ -35,16 +35,9 @@ PART = 1 << 18  # characters tokenised per step; parts end at line ends
     type=FILE,
     help='Count ids in greedy outputs: one prompt per line; a line in double quotes is a JSON string ("a\\nb").',
 )
-@click.option(
-    "--tokens",
-    type=click.IntRange(1),
-    metavar="N",
-    default=100_000,
-    show_default=True,
-    help="With --generate: total tokens, split equally between prompts.",
-)
+@integer("--tokens", "With --generate: total tokens, split equally between prompts", 100_000, high=None)
 @click.option("--chat", is_flag=True, help="With --generate: put prompts into the checkpoint's chat template.")
-@click.option("--size", type=click.IntRange(1), metavar="N", default=16_384, show_default=True, help="Ids to keep.")
+@integer("--size", "Ids to keep", 16_384)
 @click.option("-o", "--output", "file", metavar="OUT", required=True, type=PATH)
 @settings_option("target.dtype=float32")
 @output.json_option

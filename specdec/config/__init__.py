@@ -1,8 +1,7 @@
 """The configuration: its classes, loading from TOML and overrides, and strict validation that names the wrong key."""
 
 from specdec.checking import FieldError, between, one_of
-from specdec.config.loading import Override, load_config, read_toml
-from specdec.config.structuring import structure_choice, structure_options
+from specdec.config.loading import Override, load_config, read_toml, structure_choice, structure_options
 from specdec.config.values import PLUGIN_TABLES, Choice, GenerationConfig, GenerationSettings, RunConfig, TargetConfig
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import attrs
 
 from specdec.checking import FieldError, Mismatch, between, checked_fields, items_of, known_fields, one_of
-from specdec.contract import BIASES, SamplingSettings
+from specdec.contract import BIASES, SEED, SamplingSettings
 from specdec.errors import cut
 
 
@@ -100,6 +100,7 @@ class GenerationConfig(SamplingSettings):
     """Length and sampling of a generation. A key of ``logit_bias`` is a string in TOML."""
 
     max_new_tokens: int = attrs.field(default=128, validator=between(1, _INT32))
+    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(SEED))  # None: drawn, and reported
     logit_bias: Mapping[str | int, float] = attrs.field(factory=dict, validator=BIASES)
     processors: tuple[Choice, ...] = ()  # [[generation.processors]] tables
     stop: tuple[str, ...] = attrs.field(

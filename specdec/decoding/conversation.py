@@ -72,6 +72,16 @@ class Conversation:
         return made
 
     @property
+    def system(self) -> str | None:
+        """The system message; setting it keeps the turns, which the next prompt renders anew."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._settle()
+        self._system = text
+
+    @property
     def turns(self) -> int:
         """The number of answered questions."""
         return len(self._turns)

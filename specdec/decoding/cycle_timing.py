@@ -68,8 +68,10 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     if path is None:
         return measure_costs(lm)
     found = find_costs(path)
-    if isinstance(found, CostTable) and found.pass_seconds(1) < DOUBTED * plain_pass(lm):
-        return found
+    if isinstance(found, CostTable):
+        if found.pass_seconds(1) < DOUBTED * plain_pass(lm):
+            return found
+        log.info("cost_table_doubted", reason="a pass takes less than half its time now: the machine was busy then")
     table = measure_costs(lm)
     try:
         if isinstance(found, str) and found:

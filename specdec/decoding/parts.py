@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import secrets
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
@@ -216,6 +217,13 @@ def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -
         raise PromptError(error.message, **{k.replace(" ", "_"): v for k, v in error.facts.items()}) from None
 
 
+def with_seed(settings: GenerationConfig) -> GenerationConfig:
+    """``settings``, with a random seed where tokens are sampled and none is set, so that the text can be had again."""
+    if settings.temperature == 0 or settings.seed is not None:
+        return settings
+    return attrs.evolve(settings, seed=secrets.randbits(32))
+
+
 def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int) -> Sampling:
     """The sampling of one generation: ids checked against the vocabulary, processors built.
 
@@ -238,6 +246,7 @@ def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int)
     env = ProcessorEnv(tokenizer=lm.tokenizer, vocab_size=vocab, end_tokens=end_tokens, generated_from=generated_from)
     return Sampling(
         **{field.name: getattr(settings, field.name) for field in attrs.fields(SamplingSettings)},
+        seed=settings.seed or 0,
         logit_bias=types.MappingProxyType(bias),
         end_tokens=end_tokens,
         processors=tuple(_processor(choice, env) for choice in settings.processors),

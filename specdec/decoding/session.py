@@ -15,7 +15,7 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation
+from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
 from specdec.decoding.result import Result, html_table
 from specdec.decoding.sequence import Counts, LiveSequence
 from specdec.decoding.session_file import (
@@ -252,12 +252,13 @@ class Session:
                 does, they are drafted before the drafter is asked. A wrong prediction costs a little time.
             depth: draft tokens per cycle, at most, in place of the depth policy; 0 is plain decoding.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
-                ...); the configuration's value if omitted or None.
+                ...); the configuration's value if omitted or None. Sampling without a seed draws one, which
+                ``Result.generation`` reports.
 
         Raises: PromptError for an unusable prompt or setting; the session is then unchanged.
         """
         with self._in_use() as sequence:
-            generation = override_generation(self._lm.config.generation, settings)
+            generation = with_seed(override_generation(self._lm.config.generation, settings))
             if depth is not None and depth < 0:
                 raise PromptError(f"depth is 0 or more draft tokens, got {shown(depth)}")
             added = [] if prompt is None else self._encoded(prompt, sequence)

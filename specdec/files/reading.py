@@ -39,19 +39,22 @@ class DuplicateKeyError(ValueError):
 def open_file(path: Path | str) -> io.BufferedReader:
     """Open a regular file for reading. Raises: OSError for anything else, at once: a pipe would block."""
     try:
-        # without O_NONBLOCK, opening a pipe waits for its writer
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open(path, "rb", opener=_open_regular)
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error)) from error
+
+
+def _open_regular(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK)  # without it, opening a pipe waits for its writer
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             kind = next((name for test, name in _KINDS if test(mode)), "something else")
             raise OSError(errno.EINVAL, f"it is {kind}, not a file")
-        return os.fdopen(handle, "rb")
     except BaseException:
-        os.close(handle)
+        os.close(handle)  # the stream, which closes it otherwise, does not exist yet
         raise
+    return handle
 
 
 def read_bytes(path: Path | str, limit: int = TEXT_LIMIT) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import CycleRecord, Guarantee, Parity, Stats
-from specdec.decoding.parts import DepthPart, DrafterPart, override_generation
+from specdec.decoding.parts import DepthPart, DrafterPart, override_generation, with_seed
 from specdec.errors import PromptError, UnsupportedError
 from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt
@@ -123,7 +123,7 @@ class Report:
     guarantee: str
     max_new_tokens: int
     temperature: float
-    seed: int
+    seed: int | None  # None if nothing was sampled
     partial: bool  # interrupted: the figures cover the finished prompts
     notices: tuple[str, ...] = ()
 
@@ -176,8 +176,8 @@ class Measurement(Generations):
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
             )
         self._lm = lm
-        self._settings = settings
-        self._generation = override_generation(lm.config.generation, settings)
+        self._generation = with_seed(override_generation(lm.config.generation, settings))
+        self._settings = {**settings, "seed": self._generation.seed}
         self._environment = current_environment(lm.info, model)  # before the measurement adds its own load
         self._progress = progress or (lambda done, planned: None)
         self._planned = self._done = 0

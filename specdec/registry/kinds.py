@@ -62,14 +62,17 @@ class KindInfo:
     key: str | None  # the configuration key that names one
     plural: str
     usual: str | None = None  # what works with every model and machine, for advice
+    has_auto: bool = False  # whether the key takes "auto" as well
 
 
 KINDS: Mapping[Kind, KindInfo] = {
-    Kind.DRAFTER: KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters", "ngram"),
+    Kind.DRAFTER: KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters", "ngram", has_auto=True),
     Kind.VERIFIER: KindInfo("specdec_verifiers", VerifierSpec, "verifier.name", "verifiers", "strict"),
-    Kind.DEPTH_POLICY: KindInfo("specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies", "fixed"),
+    Kind.DEPTH_POLICY: KindInfo(
+        "specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies", "fixed", has_auto=True
+    ),
     Kind.PROCESSOR: KindInfo("specdec_logits_processors", ProcessorSpec, None, "logits_processors"),
-    Kind.BACKEND: KindInfo("specdec_backends", BackendSpec, "target.backend", "backends", "cpu"),
+    Kind.BACKEND: KindInfo("specdec_backends", BackendSpec, "target.backend", "backends", "cpu", has_auto=True),
     Kind.MODEL: KindInfo("specdec_models", ModelSpec, None, "models"),
 }
 

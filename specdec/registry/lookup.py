@@ -206,7 +206,8 @@ class Registry:
         usual = min(
             usable, key=lambda name: (name != KINDS[kind].usual, not usable[name].origin.built_in, name), default=None
         )
-        listed = (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
+        listed = ["auto"] * KINDS[kind].has_auto
+        listed += (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
         facts: dict[str, Any] = {"asked_for_by": asked_by, "available": ", ".join(listed) or "nothing"}
         for failure in broken:
             if failure.stands_for(name):

@@ -65,6 +65,7 @@ class FakeStream:
                 "parity": Parity.BITWISE.value,
                 "deviation": attrs.asdict(Deviation()),
                 "stats": stats,
+                "generation": {"temperature": self.lm.config.generation.temperature, "seed": 7},
                 "notices": ["[not markup] slow kernels"],
             }
         )
@@ -74,10 +75,13 @@ class FakeModel:
     def __init__(self, config, interrupts=()):
         self.config, self.interrupts, self.asked = config, interrupts, []
 
-    def stream(self, prompt, *, chat=False, prediction=None):
+    def chat_prompt(self, messages):
+        return [f"{message['role']}: {message['content']}" for message in messages]
+
+    def stream(self, prompt, *, prediction=None):
         if not prompt:
             raise PromptError("the prompt is empty", **{"try": "at least one character"})
-        self.asked.append((prompt, chat))
+        self.asked.append(prompt)
         self.prediction = prediction
         words = prompt.split() if isinstance(prompt, str) else [str(token) for token in prompt]
         return FakeStream(self, words[: self.config.generation.max_new_tokens])

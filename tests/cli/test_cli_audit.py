@@ -64,20 +64,8 @@ def test_a_lossy_run_lists_what_it_tolerated(audit):
 
 
 def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
-    made = invoke(
-        "generate",
-        "-p",
-        "x = ",
-        "-n",
-        "25",
-        "-t",
-        "0.9",
-        "--seed",
-        "7",
-        "--ignore-eos",
-        "--json",
-        registry=Registry(BUILT_INS, entry_points=()),
-    )
+    sampled = "generate -p x -n 25 -t 0.9 --ignore-eos --json".split()  # with a seed that is drawn, and recorded
+    made = invoke(*sampled, registry=Registry(BUILT_INS, entry_points=()))
     file = tmp_path / "run.json"
     file.write_text(made.stdout)
     done = audit("--run", file, "--json")
@@ -155,18 +143,18 @@ def test_a_bug_is_found_told_and_ends_with_status_1(audit, plain, tmp_path):
     assert told["png"] is None
 
 
-def test_a_server_without_log_probabilities_is_refused(audit, plain):
-    body = {"choices": [{"text": "a", "finish_reason": "length", "logprobs": None}]}
-    with stub(lambda asked: json_reply(body)) as other:
-        done = audit("--server", plain, "--server", other, "-p", "a", "--json")
-    assert done.exit_code == 2
-    assert json.loads(done.stdout)["error"]["message"] == "the answer has no log-probabilities"
+ROWS = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def test_empty_answers_are_no_audit(audit):
-    rows = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    body = {"choices": [{"text": "", "finish_reason": "stop", "logprobs": rows}]}
-    with stub(lambda asked: json_reply(body)) as url:
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"text": "a", "finish_reason": "length", "logprobs": None}, "the answer has no log-probabilities"),
+        ({"text": "", "finish_reason": "stop", "logprobs": ROWS}, "every answer is empty: nothing was compared"),
+    ],
+)
+def test_answers_that_prove_nothing_are_no_audit(audit, choice, told):
+    with stub(lambda asked: json_reply({"choices": [choice]})) as url:
         done = audit("--server", url, "--server", url, "-p", "a", "--json")
     assert done.exit_code == 2
-    assert json.loads(done.stdout)["error"]["message"] == "every answer is empty: nothing was compared"
+    assert json.loads(done.stdout)["error"]["message"] == told

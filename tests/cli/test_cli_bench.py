@@ -23,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("loaded_once")
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 
 
-pytestmark = pytest.mark.usefixtures("loaded_once")
-
-COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
-
-
 @pytest.fixture
 def bench(invoke, monkeypatch):
     monkeypatch.setattr("specdec.measuring.bench.measure_costs", lambda lm: COSTS)

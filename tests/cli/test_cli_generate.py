@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 
+import pytest
 from cli_fakes import FakeStream
 
 from specdec.cli.options import SAMPLE_PROMPT, SAMPLE_SETTINGS
 from specdec.config import Choice
+from specdec.errors import PromptError
+from specdec.registry import BUILT_INS, Registry
+
+OWN = Registry(BUILT_INS, entry_points=())
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, models):
     done = invoke("generate", "--prompt", "a b [c]", "--stats")
     assert done.exit_code == 0, done.stderr
     assert done.stdout == "a b [c] \n"
-    assert models[0].asked == [("a b [c]", False)]
+    assert models[0].asked == ["a b [c]"]
     for text in (
         "123.5 tokens/s: 3 tokens",
         "the tokens of plain decoding (exact",
@@ -44,11 +50,11 @@ def test_json_is_one_object_on_stdout_and_nothing_else(invoke, models):
 def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke, models):
     done = invoke("generate", "--json")
     assert done.exit_code == 0
-    assert models[0].asked == [(SAMPLE_PROMPT, False)]
+    assert models[0].asked == [SAMPLE_PROMPT]
     assert models[0].config.target.model == "demo"
     assert {name: getattr(models[0].config.generation, name) for name in SAMPLE_SETTINGS} == SAMPLE_SETTINGS
     assert invoke("generate", "--json", "-t", "0.5").exit_code == 0  # what is asked for wins
-    assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, 0)
+    assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, None)
 
 
 def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models, tmp_path):
@@ -75,7 +81,8 @@ def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models,
 def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[target]\nmodel = "file"\n[drafter]\nname = "ngram"\nmax_order = 3\n[generation]\nseed = 1\n')
-    flags = ["-n", 5, "-t", 0.5, "-s", "drafter.max_order=4", "--stop", 'a"b', "--stop", "]", "-m", "a/flag"]
+    flags = ["-n", 5, "-t", 0.5, "-s", "drafter.max_order=4", "--stop", 'a"b', "--stop", r"\n\\n\d", "-m", "a/flag"]
+    flags += ["--top-k", 4, "--top-p", 0.9, "--min-p", 0.1, "--weights", "int4", "--json-schema", "{}"]
     done = invoke("generate", path, "--prompt", "x", *flags, "--ignore-eos")
     assert done.exit_code == 0, done.stderr
     config = models[0].config
@@ -83,19 +90,62 @@ def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
     assert config.target.model == "a/flag"
     generation = config.generation
     assert (generation.max_new_tokens, generation.temperature, generation.seed) == (5, 0.5, 1)
-    assert (generation.stop, generation.ignore_eos) == (('a"b', "]"), True)
+    assert (generation.top_k, generation.top_p, generation.min_p) == (4, 0.9, 0.1)
+    assert (generation.stop, generation.ignore_eos) == (('a"b', "\n\\n\\d"), True)
+    assert (generation.processors, config.target.weights) == ((Choice("grammar", {"json_schema": "{}"}),), "int4")
 
 
-def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_text("schön\n", encoding="utf-8")
-    assert invoke("generate", "--prompt-file", path, "--chat").exit_code == 0
-    assert invoke("generate", "--prompt-file", "-", stdin="from stdin").exit_code == 0
-    assert invoke("generate", "--prompt-tokens", " 1 , 2,3 ").exit_code == 0
-    assert [model.asked[0] for model in models] == [("schön\n", True), ("from stdin", False), ([1, 2, 3], False)]
-    assert invoke("generate", "--prompt", "x", "--prediction", path).exit_code == 0
+@pytest.mark.parametrize(
+    ("options", "stdin", "asked"),
+    [
+        (["--prompt-file", "file", "--chat"], None, ["user: schön\n"]),
+        (["--prompt", "x", "--system", "Be brief."], None, ["system: Be brief.", "user: x"]),
+        (["--prompt-file", "-"], "from stdin", "from stdin"),
+        ([], "piped", "piped"),
+        (["--prompt", "x"], "piped", "x"),
+        (["--prompt-tokens", " 1 , 2,3 "], None, [1, 2, 3]),
+    ],
+)
+def test_where_a_prompt_comes_from(invoke, models, tmp_path, monkeypatch, options, stdin, asked):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("schön\n", encoding="utf-8")
+    done = invoke("generate", *options, stdin=stdin)
+    assert done.exit_code == 0, done.stderr
+    assert models[0].asked == [asked]
+    assert invoke("generate", "--prompt", "x", "--prediction", "file").exit_code == 0
     assert models[-1].prediction == "schön\n"
-    assert "cannot read" in invoke("generate", "--prompt", "x", "--prediction", tmp_path / "none").stderr
+    assert "cannot read" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke):
+    for options, told, ratio in (
+        (("-n", 8), "comparing: 1 plain run of 8 tokens", "too few for a ratio (64 or more)"),
+        (("-n", 64, "-t", 0.7), "plain runs and 2 more speculative runs of 64 tokens", " times plain decoding: "),
+    ):
+        done = invoke("generate", "-p", "def f(x):", "--compare", "--depth", 2, *options, registry=OWN)
+        assert done.exit_code == 0, done.stderr
+        assert told in done.stderr
+        assert ratio in " ".join(done.stderr.split())
+        assert "the same" in done.stderr
+    assert re.search(r"sampled +temperature 0.7, seed \d+", done.stderr)
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, monkeypatch):
+    done = invoke("generate", "-p", "def f(", "-s", "generation.logit_bias={2=1e6}", registry=OWN)
+    assert done.exit_code == 0, done.stderr
+    assert "ended its answer with the first token; --chat uses the chat template" in done.stderr
+
+    def fails(stream):
+        yield "text"
+        raise PromptError("something")
+
+    monkeypatch.setattr("specdec.decoding.stream.Stream.__iter__", fails)
+    done = invoke("generate", "-p", "x", registry=OWN)
+    assert (done.exit_code, done.stdout) == (2, "text\n")
+    done = invoke("generate", registry=OWN)  # the sample, whose prompt is echoed
+    assert done.stderr == f"{SAMPLE_PROMPT}\nPromptError: something\n"
 
 
 def test_strict_speculation_fails_after_the_output_and_says_why(invoke, models):

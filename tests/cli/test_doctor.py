@@ -78,23 +78,13 @@ def test_a_machine_as_json(invoke):
     told = json.loads(invoke("doctor", "--json", registry=with_plugins(Fails(), Odd())).stdout)
     assert told["model"] is None
     machine = told["machine"]
-    assert machine["specdec"] == __version__
-    assert machine["libraries"]["torch"] == torch.__version__
     backends = {backend["name"]: backend for backend in machine["backends"]}
-    assert backends["cpu"]["available"]
-    assert backends["cpu"]["reason"] == ""
-    assert backends["absent"] == {
-        "name": "absent",
-        "origin": backends["absent"]["origin"],
-        "available": False,
-        "reason": "no such device",
-        "help": "",
-    }
+    assert (backends["cpu"]["available"], backends["cpu"]["reason"]) == (True, "")
+    assert (backends["absent"]["available"], backends["absent"]["reason"]) == (False, "no such device")
     assert machine["auto"] in backends
     assert "absent: no such device" in machine["auto_reason"]
     assert not machine["kernels_available"]
     assert machine["memory"]["total"] is None or machine["memory"]["total"] > machine["memory"]["free"] > 0
-    assert machine["cache_folder"]
     assert len(machine["failures"]) == 1
 
 
@@ -154,43 +144,3 @@ def test_a_mistake_is_named_and_a_backend_that_promises_equal_bits_fails(invoke,
     assert done.exit_code == 1
     assert re.search(r"differ 3 to 6 \S+ layer 0 .*, first in row 2", flat(done.stdout))
     assert "numeric: layer 0" in flat(done.stdout)
-
-
-def test_a_context_that_does_not_fit_is_an_error(invoke, tiny_model):
-    done = invoke("doctor", tiny_model, *PROBED, "--context", "64", registry=with_plugins(ProbedBackend()))
-    assert done.exit_code == 2
-    assert "ConfigError: --context 64 leaves no room" in done.stderr
-    assert f"--context {64 - ROWS}" in done.stderr
-
-
-# --- what it refuses --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arguments", [["-s", "target.backend=cpu"], ["--context", "3"]])
-def test_options_of_a_model_need_one(invoke, arguments):
-    done = invoke("doctor", *arguments)
-    assert done.exit_code == 2
-    assert f"{arguments[0]} needs a MODEL" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("drafter.name=ngram", "so drafter.name has no effect"),
-        ("target.model=other", "MODEL says"),
-        ("target.backend=metl", "Did you mean 'metal'?"),
-        ("target.colour=red", "colour"),
-        ("target.dtype=int7", "int7"),
-    ],
-)
-def test_a_wrong_setting_is_an_error_for_people(invoke, tiny_model, setting, message):
-    done = invoke("doctor", tiny_model, "-s", setting, registry=with_plugins())
-    assert done.exit_code == 2, done.output
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_no_checkpoint_is_an_error_for_people(invoke, tmp_path):
-    done = invoke("doctor", tmp_path, "--json", registry=with_plugins())
-    assert done.exit_code == 2
-    assert json.loads(done.stdout)["error"]["type"] == "CheckpointError"

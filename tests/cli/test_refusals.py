@@ -20,8 +20,15 @@ BEFORE_LOADING = [
     ("generate --prompt-tokens 1,x", "number 2 is 'x'"),
     ("generate --prompt-tokens 1,-2", "number 2 is '-2'"),
     ("generate --prompt-tokens 1,", "number 2 is ''"),
-    ("generate --prompt-tokens 1 --chat", "--chat takes text"),
+    ("generate --prompt-tokens 1 --chat", "--chat and --system take text"),
     ("generate --model a/b", "Give a/b a prompt"),
+    ("generate 'def add(a, b):'", "Did you mean --prompt 'def add(a, b):'?"),
+    ("generate gpt2", 'a hub id with its organization, as in "openai-community/gpt2"'),
+    ("generate --prompt x -s top_p=0.9", "key top_p is unknown. Did you mean 'generation.top_p'?"),
+    ("generate --prompt x --stop \udcff", "not valid UTF-8"),
+    ("generate --prompt-file /dev/zero", "'/dev/zero' has no end within"),
+    ("accept --trace /dev/zero --drafter ngram", "--trace: '/dev/zero' cannot be read: it is a device"),
+    ("audit --run /dev/zero", "--run: '/dev/zero' cannot be read: it is a device"),
     ("generate --model demo other/model", "give one model"),
     ("generate /no/such/folder", "there is no folder '/no/such/folder'"),
     ("generate --model model.gguf --prompt x", "GGUF"),
@@ -105,6 +112,14 @@ BEFORE_LOADING = [
     ("vocab demo -o v.json --generate quote", "line 1, begins with a double quote"),
     ("vocab demo -o v.json --text text --size 0", "--size"),
     ("vocab demo -o no/such/folder/v.json --text text", "no folder to write the file into"),
+    ("doctor -s target.backend=cpu", "-s needs a MODEL"),
+    ("doctor --context 3", "--context needs a MODEL"),
+    ("doctor demo -s drafter.name=ngram", "so drafter.name has no effect"),
+    ("doctor demo -s target.model=other", "MODEL says"),
+    ("doctor demo -s target.backend=metl", "Did you mean 'metal'?"),
+    ("doctor demo -s target.colour=red", "colour"),
+    ("doctor demo -s target.dtype=int7", "int7"),
+    ("doctor .", "it has no config.json"),
     ("new draftr far-away", "no kind of plugin 'draftr'. Did you mean 'drafter'?"),
     ("new drafter Far", "lower-case letters"),
     ("new drafter ../far", "lower-case letters"),
@@ -123,10 +138,13 @@ BY_THE_MODEL = [
     ("accept --depth 99", "the depth is 1 to 15 on this backend, got 99"),
     ("bench --per-class 1 --drafter none", "nothing to measure"),
     ("bench --per-class 1 --contexts 9000", "do not fit"),
+    ("doctor demo --context 8192", "--context 8192 leaves no room"),
     ("audit -n 4 -t 0.8 --tolerance 1", "this run sampled"),
     ("audit -s verifier.name=stict", "Did you mean 'strict'?"),
     ("chat --load missing", "the session file cannot be read: No such file or directory"),
     ("chat -s drafter.name=mpt", "Did you mean 'mtp'?"),
+    ("generate -p x --drafter medusa", "no drafter is called 'medusa'. asked for by"),
+    ("generate -p x --depth nope", "available: auto, adaptive (built in)"),
     ("vocab demo -o v.json --text blank --size 600", "has no text"),
     ("vocab demo -o v.json --text text --size 3", "3"),
     ("vocab demo -o v.json --text text --size 999999", "999999"),
@@ -154,7 +172,9 @@ def refused(invoke, url, tmp_path, monkeypatch):
     """Check that a command line is refused with a text, in a folder of prepared files."""
 
     def refused(line, text):
-        done = invoke(*shlex.split(line.format(url=url)), registry=OWN, stdin="Hello\n")
+        done = invoke(
+            *shlex.split(line.format(url=url)), registry=OWN, stdin="Hello\n" if line.startswith("chat") else None
+        )
         assert done.exit_code == 2, done.output
         assert text in " ".join(done.stderr.split())
         assert "Traceback" not in done.output

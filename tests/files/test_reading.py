@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pathlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,22 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: pathlib.Path) -> N
             read_bytes(path)
         with pytest.raises(ConfigError, match="cannot read"):
             specdec.load_config(path)
+
+
+def test_ctrl_c_while_a_file_is_opened_stays_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any call of Python's: it once closed the handle of a stream that had it already, and failed with that."""
+    for name in ("open", "fstat", "fdopen", "close"):
+        original = getattr(os, name)
+
+        def interrupted(*args: Any, original: Callable[..., Any] = original) -> Any:
+            result = original(*args)
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                read_bytes(__file__)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 8, 9, 100])

@@ -194,7 +194,7 @@ def test_an_unknown_name_says_what_is_there_what_is_not_and_what_is_near(ship):
     error = raised.value
     assert error.message == "no drafter is called 'eagel3'. Did you mean 'eagle3'?"
     assert error.facts["asked for by"] == "run.toml, key drafter.name"
-    assert error.facts["available"] == "echo (specdec-echo 0.2.0), ngram (built in), none (built in)"
+    assert error.facts["available"] == "auto, echo (specdec-echo 0.2.0), ngram (built in), none (built in)"
     assert error.facts["not loaded"].startswith("eagle3 (specdec-eagle 0.4.1): ModuleNotFoundError: No module named")
     assert error.facts["try"].startswith("set drafter.name = ")
     assert isinstance(error, ConfigError)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from specdec.errors import CheckpointError, PromptError
 from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer
 from specdec.text.chat_template import SOURCE_LIMIT
-from specdec.text.limits import MOST_GROWTH, check_parts, limited
+from specdec.text.tokenizer import MOST_GROWTH, check_parts, limited
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -96,7 +96,6 @@ def plain() -> tokenizers.Tokenizer:
 
 MAKERS = (byte_level, latin_token, byte_fallback, word_piece, metaspace, bytes_and_strip, plain)
 KINDS = {make.__name__: Tokenizer(make()) for make in MAKERS}
-TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("abc é€日😀�\n")), max_size=40)
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool = True) -> list[str]:
@@ -113,13 +112,6 @@ CUTS = st.lists(st.integers(0, 9), max_size=12)
 
 
 # --- the incremental decoder ---------------------------------------------------------------------------------------
-
-
-@given(TEXT, CUTS)
-def test_streamed_text_is_the_text(text: str, cuts: list[int]) -> None:
-    tokenizer = KINDS["byte_level"]
-    ids = tokenizer.encode(text)
-    assert "".join(pushed(tokenizer, ids, cuts)) == tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,23 +239,18 @@ def test_where_end_and_beginning_are_declared(tmp_path: Path, files: Any, eos: s
     assert tokenizer.bos_id == bos
 
 
-def test_a_wrong_eos_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^generation_config\.json: 'eos_token_id' takes"):
-        Tokenizer.from_folder(folder_with(tmp_path, generation_config={"eos_token_id": "<|im_end|>"}))
-
-
 @pytest.mark.parametrize(
-    ("file", "key", "value"),
+    ("file", "key", "value", "told"),
     [
-        ("generation_config", "eos_token_id", 10**12),
-        ("config", "eos_token_id", [1, 400]),
-        ("config", "bos_token_id", 400),
+        ("generation_config", "eos_token_id", "<|im_end|>", "takes"),
+        ("generation_config", "eos_token_id", 10**12, "names"),
+        ("config", "eos_token_id", [1, 400], "names"),
+        ("config", "bos_token_id", 400, "names"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, file: str, key: str, value: Any) -> None:
-    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, **{file: {key: value}}))
-    with pytest.raises(CheckpointError, match=rf"^{file}\.json: '{key}' names"):
-        tokenizer.check_fits(400)
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, file: str, key: str, value: Any, told: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^{file}\.json: '{key}' {told}"):
+        Tokenizer.from_folder(folder_with(tmp_path, **{file: {key: value}})).check_fits(400)
 
 
 @pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "qwen.tiktoken"])
@@ -353,10 +340,16 @@ def test_what_templates_of_the_hub_rely_on(tmp_path: Path, template: str, text: 
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10**9) %}{% endfor %}", "range"),
         ("{% include 'x' %}", "loader"),
+        ("{{ 'a' * 2**31 }}", "characters"),
+        ("{{ 2**31 * messages }}", "characters"),
+        ("{{ 9 ** 999999999 }}", "characters"),
+        ("{{ 'a' * 10**7 }}{{ 'a' * 10**7 }}", "characters"),
+        ("{% set n = namespace(a=[1]) %}{% for i in range(9999) %}{% set n.a = [n.a] %}{% endfor %}{{ n.a }}", "Error"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
 )
 def test_a_failing_template_names_its_file(tmp_path: Path, template: str, fact: str) -> None:
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(PromptError, match="the chat template failed") as caught:
         with_template(tmp_path, template).apply_chat_template(HELLO)
     assert fact in str(caught.value)
     assert caught.value.facts["file"] == str(tmp_path / "tokenizer_config.json")
@@ -414,12 +407,7 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert matcher.push("ND of it") == ("", "END")
     assert matcher.push("more") == ("", "END")
     assert matcher.flush() == ""
-
-
-def test_no_stop_strings_let_everything_through_and_empty_ones_are_refused() -> None:
     assert StopMatcher([]).push("abc") == ("abc", None)
-    with pytest.raises(PromptError, match="empty"):
-        StopMatcher(["a", ""])
 
 
 # --- a stranger's tokenizer and template ----------------------------------------------------------------------------
@@ -483,23 +471,6 @@ def test_a_pattern_that_takes_forever_is_left_alone(tmp_path: Path) -> None:
     text = ("a" * 60 + "!zy") * 100
     with pytest.raises(ValueError, match="takes more than"):
         limited(lambda: tokenizer.core.encode_batch([text]), seconds=0.2)
-
-
-@pytest.mark.parametrize(
-    ("template", "fact"),
-    [
-        ("{{ 'a' * 2**31 }}", "characters"),
-        ("{{ 2**31 * messages }}", "characters"),
-        ("{{ 9 ** 999999999 }}", "characters"),
-        ("{{ 'a' * 10**7 }}{{ 'a' * 10**7 }}", "characters"),
-        ("{% set n = namespace(a=[1]) %}{% for i in range(9999) %}{% set n.a = [n.a] %}{% endfor %}{{ n.a }}", "Error"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-    ],
-)
-def test_a_template_that_grows_without_bound_is_an_error(tmp_path: Path, template: str, fact: str) -> None:
-    with pytest.raises(PromptError, match="the chat template failed") as caught:
-        with_template(tmp_path, template).apply_chat_template(HELLO)
-    assert fact in str(caught.value)
 
 
 def test_a_template_that_is_too_long_is_refused(tmp_path: Path) -> None:

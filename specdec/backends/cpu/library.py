@@ -193,9 +193,9 @@ def _checksum(library: bytes) -> bytes:
 
 def _compile(one: InstructionSet, found: Compiler, kept: Path | None, unusable: str) -> Kernels:
     """Compile in a private temporary folder and keep the library in ``kept``, if possible. Raises: CompileError."""
-    # a warning, to be seen: for seconds there is nothing else
+    # a warning, to be seen: meanwhile there is nothing else
     because = unusable or "first use: later starts load them from the cache"
-    log.warning("compiling_kernels", instruction_set=one.name, reason=because)
+    log.warning("compiling_kernels", instruction_set=one.name, takes="about half a minute", reason=because)
     started = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="specdec-kernels-") as name:
