@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,7 +19,7 @@ from specdec.serving.app import Service, application
 
 HEAD_SECONDS = 30.0  # for the head of a request, from the connection's opening or the last answer
 WRITE_SECONDS = 60.0  # without a byte taken by a client that has much to read
-CONNECTIONS = 256
+CONNECTIONS = 256  # beyond them, those that wait for a request make room
 STOP_SECONDS = 10.0  # for what runs to end once it is asked to
 
 
@@ -53,10 +55,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}", try_=other)
 
 
-def serve(service: Service, listening: socket.socket, *, grace: float) -> None:
+def serve(
+    service: Service, listening: socket.socket, *, grace: float, ready: Callable[[], None], say: Callable[[str], None]
+) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Args:
+        ready: called when the server answers, and a signal ends it in order.
+        say: called with what the end waits for.
         grace: seconds that the running generation may go on after that; a second signal ends it at once.
     """
     for name in ("uvicorn.error", "uvicorn.access"):  # its own log; ours says what was served
@@ -71,20 +77,33 @@ def serve(service: Service, listening: socket.socket, *, grace: float) -> None:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=2 * CONNECTIONS,
         h11_max_incomplete_event_size=2**15,
         timeout_graceful_shutdown=int(grace + STOP_SECONDS),
     )
-    _Server(config, service, grace).run(sockets=[listening])
+    _Server(config, service, grace, ready, say).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
     """Ends in order: nothing new, refusals for what waits, time for what runs."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace: float,
+        ready: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
         super().__init__(config)
         self._engine = service.engine
         self._grace = grace
+        self._ready = ready
+        self._say = say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note a signal. Unlike uvicorn's, it is not raised again afterwards: this is the ordinary way to end."""
@@ -94,20 +113,41 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.close()
+        if self._engine.busy and self._grace:
+            self._say(f"waiting up to {self._grace:g} s for the running answer; Ctrl-C again ends it")
         asyncio.get_running_loop().call_later(self._grace, self._engine.stop)
         await super().shutdown(sockets)
         self._engine.stop()
 
 
 class _Connection(H11Protocol):
-    """A connection that waits neither for a head for ever, nor for a client that does not read."""
+    """A connection that waits neither for a head for ever, nor for a client that does not read.
 
+    When there are too many, the oldest one that waits for a request makes room, of the address that has most of them.
+    """
+
+    _opened = 0.0
     _head: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._opened = self.loop.time()
         self._await_head()
+        if len(self.connections) > CONNECTIONS:
+            waiting = [each for each in self.connections if isinstance(each, _Connection) and each.waits]
+            crowd = collections.Counter(each.address for each in waiting).most_common(1)[0][0]
+            min((each for each in waiting if each.address == crowd), key=lambda each: each._opened).transport.abort()
+
+    @property
+    def address(self) -> str:
+        """Of the client."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no whole request to answer."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._stuck):
