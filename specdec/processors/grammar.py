@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 KEPT_GRAMMARS = 8  # compiled grammars kept per tokenizer: a server reuses the same few schemas
+KEPT_LENGTH = 20_000  # characters of such a grammar; the automaton of 300,000 takes 120 MB
 SHORT = 2_000  # characters of a grammar that is compiled without a trial; its chains of rules have at most 300 links
 TRIAL_SECONDS = 20.0
 CALL_SECONDS, CALL_SECONDS_EACH = 5.0, 0.02  # of processor time, for a generation and for each call; a mask takes 1e-4
@@ -223,6 +224,8 @@ class _Vocabulary:
                 raise _unusable(config, matcher.get_error())
             for warning in matcher.get_grammar_warnings():
                 log.warning("grammar_warning", warning=warning)
+            if len(source) > KEPT_LENGTH:
+                return matcher
             while len(self._matchers) >= KEPT_GRAMMARS:
                 del self._matchers[next(iter(self._matchers))]
             self._matchers[source] = matcher

@@ -12,6 +12,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from anyio import to_thread
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import ConfigError
@@ -20,6 +21,7 @@ from specdec.serving.app import Service, application
 HEAD_SECONDS = 30.0  # for the head of a request, from the connection's opening or the last answer
 WRITE_SECONDS = 60.0  # without a byte taken by a client that has much to read
 CONNECTIONS = 256  # beyond them, those that wait for a request make room
+PREPARING = 2  # requests that are tokenized at once: a long one takes 100 MB meanwhile
 STOP_SECONDS = 10.0  # for what runs to end once it is asked to
 
 
@@ -103,6 +105,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        to_thread.current_default_thread_limiter().total_tokens = PREPARING
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
