@@ -44,9 +44,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
 """Fields of OpenAI's API that have no effect here, and the values that are taken: None for any."""
 
 Item = TypeVar("Item")
-_List = Annotated[
-    list[Item], Field(fail_fast=True)
-]  # one wrong item is enough: an error for each of 300,000 takes seconds
+_List = Annotated[list[Item], Field(fail_fast=True)]  # an error for each of 300,000 items would take seconds
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -76,12 +74,6 @@ class StreamOptions(_Object):
     include_usage: bool = False
 
 
-class PlainFormat(_Object):
-    """A ``response_format`` without a schema of its own."""
-
-    type: Literal["text", "json_object"]
-
-
 class Schema(_Object):
     """The schema of a ``response_format``, with what OpenAI's clients send beside it."""
 
@@ -91,11 +83,11 @@ class Schema(_Object):
     description: str = ""
 
 
-class SchemaFormat(_Object):
-    """A ``response_format`` with a JSON schema."""
+class ResponseFormat(_Object):
+    """``response_format``."""
 
-    type: Literal["json_schema"]
-    json_schema: Schema
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 class Speculation(_Object):
@@ -149,7 +141,7 @@ class Request(Body):
     stop: _Stop | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     speculation: Speculation | None = None
     origins: bool = False  # for the page: how each token came to be
@@ -187,11 +179,12 @@ class Request(Body):
 
     def grammar(self, prompt: str) -> list[Choice] | None:
         """The processors that ``response_format`` or a required call asks for."""
-        if self.response_format is None or self.response_format.type == "text":
+        form = self.response_format
+        if form is None or form.type == "text":
             return None
-        schema = {"type": "object"}
-        if isinstance(self.response_format, SchemaFormat):
-            schema = self.response_format.json_schema.json_schema
+        if form.type == "json_schema" and form.json_schema is None:
+            raise Refusal(400, "response_format.json_schema is required and missing", param="response_format")
+        schema = form.json_schema.json_schema if form.json_schema else {"type": "object"}
         return [Choice("grammar", {"json_schema": json.dumps(schema), "whitespace": False})]
 
 
@@ -267,21 +260,10 @@ class Function(_Object):
 
 
 class Tool(_Object):
-    """An entry of ``tools``."""
+    """An entry of ``tools``, or a ``tool_choice`` that names one."""
 
     type: Literal["function"]
     function: Function
-
-
-class _Name(_Object):
-    name: str
-
-
-class ToolChoice(_Object):
-    """A ``tool_choice`` that names a function."""
-
-    type: Literal["function"]
-    function: _Name
 
 
 class Conversation(Body):
@@ -315,7 +297,7 @@ class Conversation(Body):
 class ChatRequest(Conversation, Request):
     """The body of ``/v1/chat/completions``."""
 
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: _Top | None = None
@@ -343,7 +325,7 @@ class ChatRequest(Conversation, Request):
         choice = self.tool_choice
         if choice in ("none", "auto"):
             return super().grammar(prompt)
-        wanted = choice.function.name if isinstance(choice, ToolChoice) else None
+        wanted = choice.function.name if isinstance(choice, Tool) else None
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools if wanted in (None, tool.function.name)]
         if not tools:
             what = "at least one tool" if wanted is None else f"a tool that is called {shown(wanted, 60)}"
@@ -430,8 +412,6 @@ _TAKES = {
     "string_too_short": "at least {min_length} character",
     "string_pattern_mismatch": "text of the form {pattern}",
     "literal_error": "{expected}",
-    "union_tag_invalid": "{discriminator}: {expected_tags}",
-    "union_tag_not_found": "an object with {discriminator}",
 }
 """What a value should have been, by pydantic's type of error or the first word of it."""
 

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import ConfigError
 from specdec.serving.app import Service, application
+from specdec.serving.engine import Engine
 
 HEAD_SECONDS = 30.0  # for the head of a request, from the connection's opening or the last answer
 WRITE_SECONDS = 60.0  # without a byte taken by a client that has much to read
@@ -83,44 +84,38 @@ def serve(
         h11_max_incomplete_event_size=2**15,
         timeout_graceful_shutdown=int(grace + STOP_SECONDS),
     )
-    _Server(config, service, grace, ready, say).run(sockets=[listening])
+    server = _Server(config)
+    server.engine, server.grace, server.ready, server.say = service.engine, grace, ready, say
+    server.run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
     """Ends in order: nothing new, refusals for what waits, time for what runs."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        service: Service,
-        grace: float,
-        ready: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        super().__init__(config)
-        self._engine = service.engine
-        self._grace = grace
-        self._ready = ready
-        self._say = say
+    engine: Engine
+    grace: float
+    ready: Callable[[], None]
+    say: Callable[[str], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take requests; from here on signals end the server in order."""
         await super().startup(sockets)
         to_thread.current_default_thread_limiter().total_tokens = PREPARING
-        self._ready()
+        self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note a signal. Unlike uvicorn's, it is not raised again afterwards: this is the ordinary way to end."""
         if self.should_exit:
-            self._engine.stop()
+            self.engine.stop()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.close()
-        if self._engine.busy and self._grace:
-            self._say(f"waiting up to {self._grace:g} s for the running answer; Ctrl-C again ends it")
-        asyncio.get_running_loop().call_later(self._grace, self._engine.stop)
+        self.engine.close()
+        if self.engine.busy and self.grace:
+            self.say(f"waiting up to {self.grace:g} s for the running answer; Ctrl-C again ends it")
+        asyncio.get_running_loop().call_later(self.grace, self.engine.stop)
         await super().shutdown(sockets)
-        self._engine.stop()
+        self.engine.stop()
 
 
 class _Connection(H11Protocol):
