@@ -72,14 +72,14 @@ def served_name(model: str) -> str:
     type=TEXT,
     help="Key that requests must carry. Better as SPECDEC_API_KEY: other users see the command line.",
 )
+@click.option("--name", metavar="NAME", type=TEXT, help="The model's name in requests (default: its own).")
 @click.option(
     "--served-model-name",
-    "--name",
-    "names",
+    "aliases",
     metavar="NAME",
     type=TEXT,
     multiple=True,
-    help="A name of the model in requests (default: its own); repeatable.",
+    help="The same, repeatable: requests may use any of the names.",
 )
 @click.option(
     "--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Maximum waiting requests (default 16)."
@@ -114,7 +114,8 @@ def serve(
     host: str,
     port: int,
     api_key: str | None,
-    names: tuple[str, ...],
+    name: str | None,
+    aliases: tuple[str, ...],
     queue: int,
     most_tokens: int,
     most_prompt: int | None,
@@ -132,7 +133,7 @@ def serve(
     if start and engine != "vllm":
         raise click.UsageError("--run is for --engine vllm.")
     check_access(host, api_key)
-    names = names or (served_name(config.target.model),)
+    names = tuple(filter(None, (name, *aliases))) or (served_name(config.target.model),)
     if engine == "vllm":
         _vllm(config, names, host, port, start)
         return

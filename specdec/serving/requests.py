@@ -486,7 +486,7 @@ def prepared(request: Request, lm: Parts, limits: Limits) -> Prepared:
         prompt=prompt,
         settings=settings,
         thinking=text.rstrip().endswith("<think>"),
-        depth=request.speculation and request.speculation.depth,
+        depth=request.speculation.depth if request.speculation else None,
         prediction=_text(request.prediction.content) if request.prediction else "",
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import h11
 import uvicorn
 from anyio import to_thread
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specdec.errors import ConfigError
 from specdec.serving.app import Service, application
@@ -145,7 +145,8 @@ class _Connection(H11Protocol):
     @property
     def waits(self) -> bool:
         """Whether it has no whole request to answer."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        cycle: RequestResponseCycle | None = self.cycle  # uvicorn declares that there always is one
+        return cycle is None or cycle.response_complete or cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._stuck):
