@@ -56,7 +56,7 @@ def fill(shown, **fields):
     shown.click("#run")
 
 
-def ended(shown, text="ended by"):
+def ended(shown, text=("reached", "end of text")):
     status = shown.locator("#status")
     playwright.expect(status).not_to_have_text("generating", timeout=1000 * HUNG)
     assert status.inner_text().startswith(text)
