@@ -147,10 +147,10 @@ def serve(
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
     from specdec.serving.requests import Limits
-    from specdec.serving.server import bound_socket, listen
+    from specdec.serving.server import listening_socket
     from specdec.serving.server import serve as run
 
-    with bound_socket(host, port) as listening:
+    with listening_socket(host, port) as listening:
         import specdec
 
         with output.status(f"loading {config.target.model}"):
@@ -170,7 +170,6 @@ def serve(
         )
         output.lines(output.console(stderr=True), "note", lm.notices)
         address, used = listening.getsockname()[:2]
-        listen(listening)
         url = f"http://{f'[{address}]' if ':' in address else address}:{used}"
 
         def ready() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import os
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -26,36 +27,23 @@ PREPARING = 2  # requests that are tokenized at once: a long one takes 100 MB me
 STOP_SECONDS = 10.0  # for what runs to end once it is asked to
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A listening address that nobody else has, before a model is loaded. Raises: ConfigError."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A listening address that nobody else has. Clients that come before the model is loaded wait.
+
+    Raises: ConfigError.
+    """
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"--host {host!r} is no address of this machine", reason=reason) from error
-    family, kind, protocol, _, address = addresses[0]
-    bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes version 4 too
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
-        bound.close()
-        raise _cannot_listen(host, port, error) from error
-    return bound
-
-
-def listen(bound: socket.socket) -> None:
-    """Take connections at a bound socket. Raises: ConfigError if another program was faster."""
-    host, port = bound.getsockname()[:2]
-    try:
-        bound.listen()
-    except OSError as error:  # the system lets two bind an address, as long as neither listens
-        raise _cannot_listen(host, port, error) from error
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    other = "--port 0, which takes a free one" if port else "--host 127.0.0.1"
-    return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}", try_=other)
+        other = "--port 0, which takes a free one" if port else "--host 127.0.0.1"
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"cannot listen at {host} port {port}: {reason}", try_=other) from error
 
 
 def serve(
