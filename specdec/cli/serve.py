@@ -147,9 +147,10 @@ def serve(
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
     from specdec.serving.requests import Limits
-    from specdec.serving.server import listening_socket
+    from specdec.serving.server import listening_socket, share_memory
     from specdec.serving.server import serve as run
 
+    share_memory()
     with listening_socket(host, port) as listening:
         import specdec
 

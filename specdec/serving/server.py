@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -25,6 +27,16 @@ WRITE_SECONDS = 60.0  # without a byte taken by a client that has much to read
 CONNECTIONS = 256  # beyond them, those that wait for a request make room
 PREPARING = 2  # requests that are tokenized at once: a long one takes 100 MB meanwhile
 STOP_SECONDS = 10.0  # for what runs to end once it is asked to
+
+
+def share_memory() -> None:
+    """Let all threads allocate from one arena, before they start, where the C library is GNU's.
+
+    It has an arena for each thread otherwise, which keeps what that thread's longest request took: under abuse a
+    server of 330 MB grew to 840 MB, and with one arena it stays below 580 MB.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -318,13 +318,17 @@ def test_an_unusable_grammar_is_an_error_with_its_reason(config, message):
         fresh(config)
 
 
-def test_a_long_grammar_that_compiles_is_tried_out_and_used(monkeypatch):
+def test_a_long_grammar_that_compiles_is_tried_out_and_used_and_not_kept(monkeypatch):
     monkeypatch.setattr(grammar, "SHORT", 1)
+    monkeypatch.setattr(grammar, "KEPT_LENGTH", 1)
+    monkeypatch.setattr(grammar, "_vocabularies", type(grammar._vocabularies)())
     assert allowed(fresh(GrammarConfig(json_schema={"enum": ["ab", "cab"]})), words.tokenizer().encode('"ab"')) == ENDS
+    assert grammar._vocabulary(words.env())._matchers == {}
 
 
 def test_a_grammar_that_takes_too_long_for_its_masks_is_refused(monkeypatch):
     monkeypatch.setattr(grammar, "CALL_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "CALL_SECONDS_EACH", 0.0)
     processor = fresh(GrammarConfig(json_schema={"const": "x" * 30_000}))
     with pytest.raises(UnsupportedError, match=r"the grammar takes too long: [0-9.]+ seconds for 0 tokens"):
         processor.process(np.zeros(words.vocab_size(), np.float32), [])

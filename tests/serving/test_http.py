@@ -352,3 +352,18 @@ def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
         assert ends in answer.read().decode().strip().split("\n\n")[-1]
         server.process.wait(HUNG)  # a second signal would end it at once
         assert ("waiting up to 60 s for the running answer" in server.process.stderr.read()) == bool(grace)
+
+
+STUCK = """
+import time, specdec.decoding.stream, specdec.serving.server as server
+server.STOP_SECONDS = 0
+specdec.decoding.stream.run_cycle = lambda *_: time.sleep(10_000)
+"""
+
+
+@pytest.mark.slow
+def test_a_pass_that_does_not_return_does_not_hold_the_end():
+    with serving("--grace", 0, before=STUCK) as server, server.connection() as connection:
+        connection.request("POST", CHAT, json.dumps(ASK), JSON)
+        wait_until(lambda: server.metric("specdec_requests_waiting") == 0)
+        time.sleep(0.5)  # until it runs
