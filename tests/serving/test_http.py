@@ -355,9 +355,9 @@ def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
 
 
 STUCK = """
-import time, specdec.decoding.stream, specdec.serving.server as server
-server.STOP_SECONDS = 0
-specdec.decoding.stream.run_cycle = lambda *_: time.sleep(10_000)
+import time, specdec.serving.engine as engine, specdec.serving.server as server
+server.STOP_SECONDS = 1
+engine.Engine._generate = lambda *_: time.sleep(10_000)
 """
 
 
