@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 import shlex
+from collections.abc import Sequence
 
 import click
 
@@ -31,11 +32,11 @@ def check_access(host: str, api_key: str | None) -> None:
         raise ConfigError("the API key takes printable ASCII characters without spaces", try_="openssl rand -hex 16")
 
 
-def _vllm(config: RunConfig, name: str, host: str, port: int, start: bool) -> None:
+def _vllm(config: RunConfig, names: Sequence[str], host: str, port: int, start: bool) -> None:
     """Print vLLM's command, or become it; an API key goes by its own variable, which ``ps`` does not show."""
     from specdec.serving.vllm import vllm_command
 
-    words, notes = vllm_command(config, name=name, host=host, port=port)
+    words, notes = vllm_command(config, names=names, host=host, port=port)
     output.lines(output.console(stderr=True), "note", notes)
     if not start:
         click.echo(shlex.join(words))
@@ -73,6 +74,14 @@ def served_name(model: str) -> str:
 )
 @click.option("--name", metavar="NAME", type=TEXT, help="The model's name in requests (default: its own).")
 @click.option(
+    "--served-model-name",
+    "aliases",
+    metavar="NAME",
+    type=TEXT,
+    multiple=True,
+    help="The same, repeatable: requests may use any of the names.",
+)
+@click.option(
     "--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Maximum waiting requests (default 16)."
 )
 @click.option(
@@ -106,6 +115,7 @@ def serve(
     port: int,
     api_key: str | None,
     name: str | None,
+    aliases: tuple[str, ...],
     queue: int,
     most_tokens: int,
     most_prompt: int | None,
@@ -117,14 +127,15 @@ def serve(
     """Serve a model to OpenAI's clients.
 
     The address goes to stdout as soon as the server answers: /v1/chat/completions, /v1/completions, /v1/models,
-    /health, /metrics, and a page for a browser at /. Requests are served one at a time, in order. The first Ctrl-C lets
-    the running answer end.
+    /tokenize, /detokenize, /health, /metrics, and a page for a browser at /. Requests are served one at a time, in
+    order. The first Ctrl-C lets the running answer end.
     """
     if start and engine != "vllm":
         raise click.UsageError("--run is for --engine vllm.")
     check_access(host, api_key)
+    names = tuple(filter(None, (name, *aliases))) or (served_name(config.target.model),)
     if engine == "vllm":
-        _vllm(config, name or served_name(config.target.model), host, port, start)
+        _vllm(config, names, host, port, start)
         return
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
@@ -136,10 +147,11 @@ def serve(
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
     from specdec.serving.requests import Limits
-    from specdec.serving.server import bound_socket, listen
+    from specdec.serving.server import listening_socket, share_memory
     from specdec.serving.server import serve as run
 
-    with bound_socket(host, port) as listening:
+    share_memory()
+    with listening_socket(host, port) as listening:
         import specdec
 
         with output.status(f"loading {config.target.model}"):
@@ -148,7 +160,7 @@ def serve(
         metrics = Metrics()
         service = Service(
             lm=lm,
-            name=name or served_name(config.target.model),
+            names=names,
             engine=Engine(lm, metrics, most_waiting=queue, kept_bytes=keep_mib * 2**20),
             metrics=metrics,
             limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),
@@ -159,6 +171,10 @@ def serve(
         )
         output.lines(output.console(stderr=True), "note", lm.notices)
         address, used = listening.getsockname()[:2]
-        listen(listening)
-        click.echo(f"http://{f'[{address}]' if ':' in address else address}:{used}/v1")
-        run(service, listening, grace=grace)
+        url = f"http://{f'[{address}]' if ':' in address else address}:{used}"
+
+        def ready() -> None:
+            click.echo(f"a page that shows how each token came to be: {url}/", err=True)
+            click.echo(f"{url}/v1")
+
+        run(service, listening, grace=grace, ready=ready, say=lambda text: click.echo(text, err=True))

@@ -2,15 +2,23 @@
 
 The automaton comes from llguidance (``pip install specdec-framework[grammar]``), imported when a grammar is first
 built. For each row of a draft it rolls back to the tokens it shares with the row's history and reads the rest.
+
+Grammars come with requests, and the library recurses into them: a long one is compiled in a child process first, and
+the time that a grammar takes per token is bounded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import subprocess
+import sys
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from time import thread_time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +26,8 @@ import attrs
 import numpy as np
 
 from specdec.contract import LogitsProcessor, ProcessorEnv, ProcessorSpec
-from specdec.errors import ConfigError, UnsupportedError
-from specdec.files.reading import read_text
+from specdec.errors import ConfigError, UnsupportedError, cut
+from specdec.files.reading import parse_json, read_text
 from specdec.hookspecs import hookimpl
 from specdec.logs import get_logger
 
@@ -31,6 +39,24 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 KEPT_GRAMMARS = 8  # compiled grammars kept per tokenizer: a server reuses the same few schemas
+KEPT_LENGTH = 20_000  # characters of such a grammar; the automaton of 300,000 takes 120 MB
+SHORT = 2_000  # characters of a grammar that is compiled without a trial; its chains of rules have at most 300 links
+TRIAL_SECONDS = 20.0
+CALL_SECONDS, CALL_SECONDS_EACH = 5.0, 0.02  # of processor time, for a generation and for each call; a mask takes 1e-4
+_TRIAL = """
+import contextlib, sys
+sys.path[:] = sys.argv[1:]
+with contextlib.suppress(ImportError):
+    import resource
+    limits = {"RLIMIT_STACK": 2**22, "RLIMIT_AS": 2**31, "RLIMIT_CPU": 10, "RLIMIT_CORE": 0}
+    for name, most in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # a system without it, or with a lower one
+            resource.setrlimit(getattr(resource, name), (most, most))
+import llguidance
+llguidance.LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
+"""
+"""Half of the stack that a thread has is enough there, so all of it is enough here."""
+_trials = threading.Lock()  # one at a time: each may take 2 GiB
 
 
 def _schema_text(schema: str | Mapping[str, Any] | None) -> str | None:
@@ -80,13 +106,32 @@ class GrammarProcessor(LogitsProcessor):
         self._only_end[list(env.end_tokens)] = True
         self._matcher = _vocabulary(env).matcher(config)
         self._read: list[int] = []  # tokens the matcher has consumed; never an end token
+        self._calls, self._seconds = 0, 0.0
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """One call of the engine. Raises: UnsupportedError if calls take too long."""
+        began = thread_time()
+        yield
+        self._calls += 1
+        self._seconds += thread_time() - began
+        if self._seconds > CALL_SECONDS + self._calls * CALL_SECONDS_EACH:
+            raise UnsupportedError(
+                f"the grammar takes too long: {self._seconds:.1f} seconds for {len(self._read)} tokens",
+                try_="a shorter grammar, with shorter constants and fewer alternatives",
+            )
 
     def process(self, logits: Float32, history: Sequence[int]) -> Float32:
-        allowed = self._allowed() if self._go_to(history[self._start :]) else self._only_end
+        with self._timed():
+            allowed = self._allowed() if self._go_to(history[self._start :]) else self._only_end
         masked: Float32 = np.where(allowed, logits, np.float32(-np.inf))
         return masked
 
     def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        with self._timed():
+            return self._legal(draft, history)
+
+    def _legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
         generated = history[self._start :]
         if self._go_to(generated):
             words = self._before_end(draft)
@@ -103,10 +148,11 @@ class GrammarProcessor(LogitsProcessor):
         return count
 
     def forced(self, history: Sequence[int]) -> Sequence[int]:
-        if not self._go_to(history[self._start :]) or self._matcher.is_stopped():
-            return ()
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        self._check()
+        with self._timed():
+            if not self._go_to(history[self._start :]) or self._matcher.is_stopped():
+                return ()
+            tokens: list[int] = self._matcher.compute_ff_tokens()
+            self._check()
         return self._before_end(tokens)
 
     def _go_to(self, generated: Sequence[int]) -> bool:
@@ -171,11 +217,15 @@ class _Vocabulary:
         source = self._source(config)
         matcher = self._matchers.get(source)
         if matcher is None:
+            if len(source) > SHORT:
+                _try_out(config, source)
             matcher = self._library.LLMatcher(self._words, source, log_level=0)
             if matcher.is_error():
                 raise _unusable(config, matcher.get_error())
             for warning in matcher.get_grammar_warnings():
                 log.warning("grammar_warning", warning=warning)
+            if len(source) > KEPT_LENGTH:
+                return matcher
             while len(self._matchers) >= KEPT_GRAMMARS:
                 del self._matchers[next(iter(self._matchers))]
             self._matchers[source] = matcher
@@ -192,11 +242,27 @@ class _Vocabulary:
         else:
             given = config.json_schema or ""
             try:
-                schema = json.loads(given if given.lstrip().startswith("{") else _file("json_schema", given))
-            except json.JSONDecodeError as error:
+                schema = parse_json(given if given.lstrip().startswith("{") else _file("json_schema", given))
+            except ValueError as error:
                 raise _unusable(config, f"not JSON: {error}") from error
-            source = library.grammar_from_json_schema(schema, overrides={"whitespace_flexible": config.whitespace})
+            try:
+                source = library.grammar_from_json_schema(schema, overrides={"whitespace_flexible": config.whitespace})
+            except ValueError as error:  # such as an integer of more than 64 bits
+                raise _unusable(config, str(error)) from error
         return source
+
+
+def _try_out(config: GrammarConfig, source: str) -> None:
+    """Compile a grammar where a crash ends nothing. Raises: ConfigError if it does, or takes too much."""
+    command = [sys.executable, "-I", "-c", _TRIAL, *sys.path]
+    try:
+        with _trials:
+            done = subprocess.run(command, input=source.encode(), capture_output=True, timeout=TRIAL_SECONDS)
+        ended = "" if done.returncode == 0 else f"ends the compiler with status {done.returncode}"
+    except subprocess.TimeoutExpired:
+        ended = f"takes the compiler more than {TRIAL_SECONDS:.0f} seconds"
+    if ended:
+        raise _unusable(config, f"it is too large or too deep, and {ended}")
 
 
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
@@ -230,7 +296,7 @@ def _file(field: str, path: str) -> str:
 
 def _unusable(config: GrammarConfig, reason: str) -> ConfigError:
     kind = next(name for name in ("regex", "json_schema", "lark") if getattr(config, name) is not None)
-    return ConfigError(f"the {kind} cannot be used as a grammar: {' '.join(reason.split())}")
+    return ConfigError(f"the {kind} cannot be used as a grammar: {cut(' '.join(reason.split()), 300)}")
 
 
 def _first_line(text: str) -> str:

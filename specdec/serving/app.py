@@ -6,6 +6,8 @@ import asyncio
 import hmac
 import json
 import time
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import attrs
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,11 +31,24 @@ from specdec.serving.metrics import Metrics
 from specdec.serving.page import described, page, policy
 from specdec.serving.refusal import Refusal
 from specdec.serving.replies import Reply
-from specdec.serving.requests import ChatRequest, CompletionRequest, Limits, Request, parsed, prepared
+from specdec.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    Limits,
+    Request,
+    TokenizeRequest,
+    json_object,
+    or_refusal,
+    parsed,
+    prepared,
+)
 
 log = get_logger(__name__)
 
 BODY_SECONDS = 30.0  # for a whole body
+HEAD_BYTES = 2**15  # names and values
 
 
 @attrs.frozen(kw_only=True)
@@ -40,7 +56,7 @@ class Service:
     """A model and how it is served.
 
     Attributes:
-        name: of the model, in requests and answers.
+        names: of the model in requests, at least one; the first is that of answers.
         api_key: that requests must carry; empty for none.
         local: whether only this machine can connect; names of other hosts are then refused.
         plain_ms: what a token of plain decoding takes with the log-probabilities that the page asks for; 0 if unknown.
@@ -48,7 +64,7 @@ class Service:
     """
 
     lm: Parts
-    name: str
+    names: Sequence[str]
     engine: Engine
     metrics: Metrics
     limits: Limits = attrs.field(factory=Limits)
@@ -58,21 +74,42 @@ class Service:
     prompt: str = ""
     created: int = attrs.field(factory=lambda: int(time.time()))
 
+    def check_model(self, name: str | None) -> None:
+        """Raises: Refusal for the name of another model."""
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            raise Refusal(404, f"no such model is served here, only {served}", param="model", code="model_not_found")
+
 
 def application(service: Service) -> ASGIApp:
     """The ASGI application of a service."""
-    metrics = service.metrics
-    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "specdec"}
+    lm, metrics = service.lm, service.metrics
+
+    def card(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": service.created, "owned_by": "specdec"}
 
     async def models(_: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [card]})
+        return _json({"object": "list", "data": [card(name) for name in service.names]})
 
     async def model(request: HttpRequest) -> Response:
-        if request.path_params["name"] != service.name:
-            raise _no_model(service)
-        return _json(card)
+        service.check_model(request.path_params["name"])
+        return _json(card(request.path_params["name"]))
 
-    data = {**described(service.lm, service.name), "plain_ms": service.plain_ms, "needs_key": bool(service.api_key)}
+    async def tokenize(request: HttpRequest) -> Response:
+        data = json_object(await _body(request, service.limits.body_bytes))
+        kind: type[TokenizeRequest | Conversation] = Conversation if "messages" in data else TokenizeRequest
+        body = parsed(kind, data)
+        service.check_model(body.model)
+        tokens = await run_in_threadpool(or_refusal, lambda: body.prompt_of(lm)[0])
+        return _json({"count": len(tokens), "max_model_len": lm.capacity, "tokens": tokens})
+
+    async def detokenize(request: HttpRequest) -> Response:
+        body = parsed(DetokenizeRequest, json_object(await _body(request, service.limits.body_bytes)))
+        service.check_model(body.model)
+        text = await run_in_threadpool(or_refusal, lambda: lm.tokenizer.decode(body.tokens, skip_special=False))
+        return _json({"prompt": text})
+
+    data = {**described(lm, service.names[0]), "plain_ms": service.plain_ms, "needs_key": bool(service.api_key)}
     html = page({**data, "prompt": service.prompt})
     headers = {"content-security-policy": policy(), "cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -92,6 +129,8 @@ def application(service: Service) -> ASGIApp:
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", Generating(service, ChatRequest), methods=["POST"]),
             Route("/v1/completions", Generating(service, CompletionRequest), methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/health", health),
             Route("/metrics", scrape),
         ],
@@ -117,10 +156,6 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
     return _json(refusal.body(), error.status_code, dict(error.headers or {}))
 
 
-def _no_model(service: Service) -> Refusal:
-    return Refusal(404, f"no such model is served here, only {service.name!r}", param="model", code="model_not_found")
-
-
 class Guard:
     """Checks who asks before anything is read, and counts the responses."""
 
@@ -128,6 +163,7 @@ class Guard:
         self._service = service
         self._app = app
         self._known = {"/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics", "/"}
+        self._known |= {"/tokenize", "/detokenize"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,16 +171,26 @@ class Guard:
             return
         status = 500  # of a connection that was lost first
         begun = False
+        headers = HttpRequest(scope).headers
+        unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"  # a body
+
+        async def received() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", message["type"] != "http.request")
+            return message
 
         async def counted(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
+                if unread:  # nothing waits for the rest of it
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
         try:
-            self._check(HttpRequest(scope))
-            await self._app(scope, receive, counted)
+            self._check(scope, headers)
+            await self._app(scope, received, counted)
         except Refusal as error:
             await _json(error.body(), error.status, error.headers)(scope, receive, counted)
         except Exception:  # a bug: the log has it, the answer does not
@@ -156,17 +202,21 @@ class Guard:
             route = scope["path"] if scope["path"] in self._known else "other"
             self._service.metrics.responses.labels(route, str(status)).inc()
 
-    def _check(self, request: HttpRequest) -> None:
-        """Raises: Refusal for another host's name, a page of another origin, or a missing key."""
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raises: Refusal for a doubtful head, another host's name, a page of another origin, or a missing key."""
         service = self._service
-        host = request.headers.get("host", "")
+        if sum(map(len, chain(*scope["headers"]))) > HEAD_BYTES:
+            raise Refusal(431, f"the head of a request has at most {HEAD_BYTES // 1024} KiB here")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise Refusal(400, "a request has Content-Length or Transfer-Encoding, not both")
+        host = headers.get("host", "")
         if service.local and not is_loopback(urlsplit(f"//{host}").hostname or "" if _sane(host) else ""):
             raise Refusal(403, "this server answers to the names of this machine only, such as localhost")
-        origin = request.headers.get("origin")
+        origin = headers.get("origin")
         if origin is not None and not (_sane(origin) and urlsplit(origin).netloc == host):
             raise Refusal(403, "this server does not answer pages of another origin")
-        if service.api_key and request.url.path not in ("/", "/health"):
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if service.api_key and scope["path"] not in ("/", "/health"):  # a URL would be made from the header Host
+            scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), service.api_key.encode()):
                 raise Refusal(
                     401,
@@ -193,16 +243,16 @@ class Generating:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        request = parsed(self._kind, await _body(HttpRequest(scope, receive), service.limits.body_bytes))
-        if request.model not in (None, service.name):
-            raise _no_model(service)
+        data = json_object(await _body(HttpRequest(scope, receive), service.limits.body_bytes))
+        request = parsed(self._kind, data)
+        service.check_model(request.model)
         with service.engine.turn(streamed=request.stream, cycles=request.origins) as turn:
             watch = asyncio.create_task(_gone(receive))
             watch.add_done_callback(lambda _: turn.leave())
             try:
                 ready = await run_in_threadpool(prepared, request, service.lm, service.limits)
                 service.engine.start(turn, ready)
-                reply = Reply(service.lm, request, service.name)
+                reply = Reply(service.lm, request, ready, request.model or service.names[0])
                 if request.stream:
                     await _stream(turn, reply, request, send)
                 else:
@@ -231,15 +281,15 @@ async def _stream(turn: Turn, reply: Reply, request: Request, send: Send) -> Non
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(*events: Any) -> None:
+        if not events:
+            return
         data = "".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events)
         await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
 
     await write(*reply.opening())
     try:
         while isinstance(event, Piece):
-            chunk = reply.chunk(event)
-            if chunk is not None:
-                await write(chunk)
+            await write(*reply.chunks(event))
             event = await turn.next()
         options = request.stream_options
         await write(*reply.closing(event, usage=options is not None and options.include_usage), "[DONE]")
@@ -255,7 +305,7 @@ async def _body(request: HttpRequest, limit: int) -> bytes:
         raise Refusal(415, "the body takes JSON, with the header Content-Type: application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(415, "the body takes no Content-Encoding")
-    too_long = Refusal(413, f"the body has at most {limit:,} bytes here", headers={"connection": "close"})
+    too_long = Refusal(413, f"the body has at most {limit:,} bytes here")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and len(length) < 20 and int(length) > limit:
         raise too_long
@@ -267,7 +317,5 @@ async def _body(request: HttpRequest, limit: int) -> bytes:
                 if len(body) > limit:
                     raise too_long
     except TimeoutError:
-        raise Refusal(
-            408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", headers={"connection": "close"}
-        ) from None
+        raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
     return bytes(body)

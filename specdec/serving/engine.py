@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Self
 
@@ -127,7 +129,9 @@ class Engine:
         self._running: Turn | None = None
         self._closing = False
         self._seconds = 1.0  # of a request, a moving mean
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="specdec-engine")
+        self._jobs: queue.SimpleQueue[tuple[Turn, Prepared]] = queue.SimpleQueue()
+        # a daemon: a pass that does not return must not hold the end of the process
+        threading.Thread(target=self._work, name="specdec-engine", daemon=True).start()
         metrics.waiting.set_function(lambda: max(len(self._turns) - (self._running is not None), 0))
 
     # --- called on the event loop ------------------------------------------------------------------------------------
@@ -152,7 +156,8 @@ class Engine:
         """Put a turn at the end of the queue, unless its client has gone. Raises: Refusal during a shutdown."""
         self._check_open()
         if not turn.gone:
-            turn.future = self._thread.submit(self._run, turn, prepared)
+            turn.future = Future()
+            self._jobs.put((turn, prepared))
 
     def _check_open(self) -> None:
         if self._closing:
@@ -168,7 +173,11 @@ class Engine:
         for turn in list(self._turns):
             if turn.future is not None and turn.future.cancel():
                 turn.send(Refusal(503, "the server is shutting down; this request has not begun"))
-        self._thread.shutdown(wait=False)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a generation runs."""
+        return self._running is not None
 
     def stop(self) -> None:
         """End the running generation after its current cycle; its client is told."""
@@ -178,6 +187,12 @@ class Engine:
             turn.stop()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            turn, prepared = self._jobs.get()
+            if turn.future is not None and turn.future.set_running_or_notify_cancel():
+                self._run(turn, prepared)
 
     def _run(self, turn: Turn, prepared: Prepared) -> None:
         self._running = turn
@@ -198,7 +213,7 @@ class Engine:
 
     def _generate(self, turn: Turn, prepared: Prepared) -> None:
         began = perf_counter()
-        session = self._sessions.take(prepared.prompt)
+        session = self._sessions.take(prepared.prompt, prepared.depth)
         session.set_prompt(prepared.prompt)
         stream = session.stream(**prepared.settings)
         cycles: list[CycleRecord] = []
@@ -229,7 +244,7 @@ class Engine:
         send_piece()
         ended = perf_counter()
         self._seconds += 0.2 * (ended - began - self._seconds)
-        self._sessions.keep(session, len(prepared.prompt))
+        self._sessions.keep(session, len(prepared.prompt), prepared.depth)
         queued, took = began - turn.started, ended - turn.started
         self._metrics.generated(result, queued=queued, first=(first or ended) - turn.started, took=took)
         self._metrics.kept(len(self._sessions), self._sessions.size)

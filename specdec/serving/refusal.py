@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import SpecdecError, cut, one_line
 
 _LONGEST = 500  # characters of a message
+_SETTING = re.compile(r"\bgeneration\.(\w+)")
+_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "processors": "response_format"}
 
 
 class Refusal(Exception):
@@ -38,7 +41,10 @@ class Refusal(Exception):
     def of(cls, error: SpecdecError) -> Refusal:
         """The refusal of a request that the model cannot take. Facts other than the hint may name files; they stay."""
         hint = error.facts.get("try")
-        return cls(400, f"{error.message} (try {hint})" if hint else error.message)
+        message = f"{error.message} (try {hint})" if hint else error.message
+        fields = [_FIELDS.get(name, name) for name in _SETTING.findall(message)]
+        message = _SETTING.sub(lambda match: _FIELDS.get(match[1], match[1]), message)
+        return cls(400, message, param=fields[0] if fields else None)
 
     def body(self) -> dict[str, Any]:
         """The JSON body, as OpenAI's API words it."""

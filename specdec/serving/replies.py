@@ -13,7 +13,8 @@ from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result, TokenLogprobs
 from specdec.serving.engine import Piece
 from specdec.serving.page import PageCycles
-from specdec.serving.requests import ChatRequest, Request
+from specdec.serving.requests import ChatRequest, Prepared, Request
+from specdec.serving.tools import Splitter
 from specdec.text import token_bytes
 
 _REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length"}
@@ -24,14 +25,16 @@ class Reply:
 
     Args:
         lm: the model.
-        request: what was asked.
-        model: the name under which the model is served.
+        request: what the client wants.
+        ready: the same, as the model takes it.
+        model: the name of the model.
     """
 
-    def __init__(self, lm: Parts, request: Request, model: str) -> None:
+    def __init__(self, lm: Parts, request: Request, ready: Prepared, model: str) -> None:
         self._lm = lm
         self._chat = isinstance(request, ChatRequest)
         self._top = request.top
+        self._splitter = Splitter(names=request.tool_names, thinking=ready.thinking)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -48,12 +51,13 @@ class Reply:
         """What a stream begins with."""
         return [self._chunk({"role": "assistant", "content": ""}, None, None)] if self._chat else []
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """A piece of a stream; None if there is nothing to show."""
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a stream; nothing if there is nothing to show."""
         logprobs = self._logprobs(piece)
-        if not piece.text and not logprobs and not piece.cycles:
-            return None
-        chunk = self._chunk({"content": piece.text} if self._chat else piece.text, logprobs, None)
+        content: Any = self._splitter.push(piece.text) if self._chat else piece.text
+        if not content and not logprobs and not piece.cycles:
+            return []
+        chunk = self._chunk(content, logprobs, None)
         if self._cycles is not None:
             entries = iter(piece.logprobs)
             chunk["specdec"] = {
@@ -62,26 +66,40 @@ class Reply:
                     for cycle in piece.cycles
                 ]
             }
-        return chunk
+        return [chunk]
 
     def closing(self, result: Result, *, usage: bool) -> list[dict[str, Any]]:
         """What a stream ends with."""
-        last = self._chunk({} if self._chat else "", None, _REASONS.get(result.finish_reason, "stop"))
+        rest: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        if self._chat:
+            rest, calls = self._splitter.finish()
+        if calls:
+            rest["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        last = self._chunk({} if self._chat else "", None, self._reason(result, calls))
         last["specdec"] = _speculation(result)
-        if not usage:
-            return [last]
-        return [last, {**self._head, "object": last["object"], "choices": [], "usage": _usage(result)}]
+        chunks = [self._chunk(rest, None, None), last] if rest else [last]
+        if usage:
+            chunks.append({**self._head, "object": last["object"], "choices": [], "usage": _usage(result)})
+        return chunks
 
     def whole(self, piece: Piece, result: Result) -> dict[str, Any]:
         """The response in one piece."""
         choice: dict[str, Any] = {"index": 0, "logprobs": None}
         if self._top is not None:
             choice["logprobs"] = self._logprobs(piece) or self._entries([])
-        choice["finish_reason"] = _REASONS.get(result.finish_reason, "stop")
+        calls: list[dict[str, Any]] = []
         if self._chat:
-            choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
+            shown = self._splitter.push(result.text)
+            rest, calls = self._splitter.finish()
+            content = shown.get("content", "") + rest.pop("content", "")
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None, **shown, **rest}
+            choice["message"]["content"] = content or (None if calls else "")
+            if calls:
+                choice["message"]["tool_calls"] = calls
         else:
             choice["text"] = result.text
+        choice["finish_reason"] = self._reason(result, calls)
         return {
             **self._head,
             "object": "chat.completion" if self._chat else "text_completion",
@@ -89,6 +107,10 @@ class Reply:
             "usage": _usage(result),
             "specdec": _speculation(result),
         }
+
+    @staticmethod
+    def _reason(result: Result, calls: list[dict[str, Any]]) -> str:
+        return "tool_calls" if calls else _REASONS.get(result.finish_reason, "stop")
 
     def _chunk(self, content: Any, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta" if self._chat else "text": content, "logprobs": logprobs, "finish_reason": reason}
@@ -168,6 +190,7 @@ def _speculation(result: Result) -> Mapping[str, Any]:
     stats = result.stats
     return {
         "finish_reason": result.finish_reason,
+        "seed": result.generation.seed,
         "guarantee": result.guarantee,
         "parity": result.parity,
         "cycles": stats.cycles,

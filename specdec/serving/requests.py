@@ -1,53 +1,50 @@
-"""The bodies of requests, strictly: a field that is unknown, unsupported or of the wrong type is refused by name."""
+"""The bodies of requests: what is unknown, or would change the answer and is not supported, is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from specdec.config import Choice
 from specdec.decoding.parts import Parts, make_sampling, override_generation
 from specdec.errors import SpecdecError, did_you_mean, shown
 from specdec.files.reading import parse_json
 from specdec.serving.refusal import Refusal
+from specdec.serving.tools import call_grammar, render_with_tools
 
-R = TypeVar("R", bound="Request")
+R = TypeVar("R", bound="Body")
 T = TypeVar("T")
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": ({},),
+    "metadata": None,
     "modalities": (["text"],),
     "n": (1,),
-    "parallel_tool_calls": (False,),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "parallel_tool_calls": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "store": None,
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "user": (),
-    "verbosity": ("medium",),
+    "user": None,
+    "verbosity": None,
     "web_search_options": (),
 }
-"""Fields of OpenAI's API that are refused, and the values that ask for nothing."""
+"""Fields of OpenAI's API that have no effect here, and the values that are taken: None for any."""
 
 Item = TypeVar("Item")
-_List = Annotated[
-    list[Item], Field(fail_fast=True)
-]  # one wrong item is enough: an error for each of 300,000 takes seconds
+_List = Annotated[list[Item], Field(fail_fast=True)]  # an error for each of 300,000 items would take seconds
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -77,12 +74,6 @@ class StreamOptions(_Object):
     include_usage: bool = False
 
 
-class PlainFormat(_Object):
-    """A ``response_format`` without a schema of its own."""
-
-    type: Literal["text", "json_object"]
-
-
 class Schema(_Object):
     """The schema of a ``response_format``, with what OpenAI's clients send beside it."""
 
@@ -92,17 +83,49 @@ class Schema(_Object):
     description: str = ""
 
 
-class SchemaFormat(_Object):
-    """A ``response_format`` with a JSON schema."""
+class ResponseFormat(_Object):
+    """``response_format``."""
 
-    type: Literal["json_schema"]
-    json_schema: Schema
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
-class Request(_Object):
-    """What both endpoints take. ``None`` stands for the server's own setting."""
+class Speculation(_Object):
+    """``speculation``: how far to draft; 0 is plain decoding."""
+
+    depth: Annotated[int, Field(ge=0, le=15)]
+
+
+class TextPart(_Object):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+_Content = str | _List[TextPart]
+
+
+def _text(content: _Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Prediction(_Object):
+    """``prediction``: most of the answer, as the client expects it."""
+
+    type: Literal["content"]
+    content: _Content
+
+
+class Body(_Object):
+    """What every endpoint takes."""
 
     model: str | None = None
+
+
+class Request(Body):
+    """What both generating endpoints take. ``None`` stands for the server's own setting."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: _Tokens | None = None
@@ -118,7 +141,9 @@ class Request(_Object):
     stop: _Stop | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    speculation: Speculation | None = None
     origins: bool = False  # for the page: how each token came to be
 
     @property
@@ -131,28 +156,35 @@ class Request(_Object):
         """How many log-probabilities beside the chosen token's; None for none at all."""
         raise AssertionError("for subclasses")
 
-    def tokens(self, lm: Parts) -> list[int]:
-        """The prompt. Raises: SpecdecError."""
+    @property
+    def tool_names(self) -> list[str]:
+        """The functions that the answer may call."""
+        return []
+
+    def prompt_of(self, lm: Parts) -> tuple[list[int], str]:
+        """The prompt, and its text if a template made it. Raises: SpecdecError."""
         raise AssertionError("for subclasses")
 
-    def settings(self) -> dict[str, Any]:
-        """The settings of the generation. Raises: Refusal."""
+    def settings(self, prompt: str, limit: int) -> dict[str, Any]:
+        """The settings of the generation after this prompt, of at most ``limit`` tokens. Raises: Refusal."""
+        requested = self.token_limit
         settings = {
-            "max_new_tokens": self.token_limit,
+            "max_new_tokens": None if requested is None else min(requested, limit),
             "min_new_tokens": self.min_tokens,
             "logprobs": self.top,
-            "processors": self._grammar(),
+            "processors": self.grammar(prompt),
             **{name: getattr(self, name) for name in (*_SAMPLING, "seed", "stop", "ignore_eos", "logit_bias")},
         }
         return {name: value for name, value in settings.items() if value is not None}
 
-    def _grammar(self) -> list[Choice] | None:
-        """The processors that ``response_format`` asks for."""
-        if self.response_format is None or self.response_format.type == "text":
+    def grammar(self, prompt: str) -> list[Choice] | None:
+        """The processors that ``response_format`` or a required call asks for."""
+        form = self.response_format
+        if form is None or form.type == "text":
             return None
-        schema = {"type": "object"}
-        if isinstance(self.response_format, SchemaFormat):
-            schema = self.response_format.json_schema.json_schema
+        if form.type == "json_schema" and form.json_schema is None:
+            raise Refusal(400, "response_format.json_schema is required and missing", param="response_format")
+        schema = form.json_schema.json_schema if form.json_schema else {"type": "object"}
         return [Choice("grammar", {"json_schema": json.dumps(schema), "whitespace": False})]
 
 
@@ -166,42 +198,109 @@ class CompletionRequest(Request):
     def top(self) -> int | None:
         return self.logprobs
 
-    def tokens(self, lm: Parts) -> list[int]:
+    def prompt_of(self, lm: Parts) -> tuple[list[int], str]:
         prompt: Any = self.prompt
         if prompt and not isinstance(prompt, str) and not isinstance(prompt[0], int):
             if len(prompt) > 1:
                 raise Refusal(400, f"prompt takes one prompt for each request, got {len(prompt)}", param="prompt")
             prompt = prompt[0]
-        return lm.encode(prompt)
+        return lm.encode(prompt), ""
 
 
-class TextPart(_Object):
-    """A part of a message."""
+class CalledFunction(_Object):
+    """The function of a call."""
 
-    type: Literal["text"]
-    text: str
+    name: str
+    arguments: str
+
+
+class Call(_Object):
+    """A call in an earlier answer; clients that add up a stream send its index back."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int = 0
 
 
 class Message(_Object):
-    """A message of a conversation."""
+    """A message of a conversation; an answer that only calls has no content."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | _List[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content = ""
+    name: str = ""
+    tool_calls: _List[Call] = []
+    tool_call_id: str = ""
+    reasoning_content: str = ""
 
-    def rendered(self) -> dict[str, str]:
-        """As a chat template takes it; templates know ``developer`` by its former name."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise PydanticCustomError("empty", "content is required and missing")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """As a chat template takes it: with ``developer`` under its former name, and arguments as objects."""
+        data = self.model_dump(exclude_unset=True) | {"content": _text(self.content)}
+        data["role"] = "system" if self.role == "developer" else self.role
+        for call in data.get("tool_calls", ()):
+            call.pop("index", None)
+            with contextlib.suppress(ValueError):  # else as the model wrote it
+                call["function"]["arguments"] = parse_json(call["function"]["arguments"])
+        return data
 
 
-class ChatRequest(Request):
-    """The body of ``/v1/chat/completions``."""
+class Function(_Object):
+    """A function that the model may call."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(_Object):
+    """An entry of ``tools``, or a ``tool_choice`` that names one."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Conversation(Body):
+    """Messages, and what a chat template reads beside them."""
 
     messages: Annotated[_List[Message], Field(min_length=1)]
+    tools: Annotated[_List[Tool], Field(max_length=128)] = []
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def prompt_of(self, lm: Parts) -> tuple[list[int], str]:
+        """The prompt, and its text. Raises: SpecdecError; Refusal."""
+        taken = sorted({"self", "messages", "add_generation_prompt", "tools"} & self.chat_template_kwargs.keys())
+        if taken:
+            raise Refusal(400, f"chat_template_kwargs cannot set {taken[0]!r}", param="chat_template_kwargs")
+        variables = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        text = render_with_tools(
+            lambda messages, tools: lm.tokenizer.apply_chat_template(messages, tools=list(tools) or None, **variables),
+            [message.rendered() for message in self.messages],
+            [tool.model_dump(exclude_unset=True) for tool in self.offered()],
+        )
+        return lm.encode(lm.tokenizer.encode(text, add_special=False)), text
+
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the prompt shows."""
+        return self.tools
+
+
+class ChatRequest(Conversation, Request):
+    """The body of ``/v1/chat/completions``."""
+
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: _Top | None = None
-    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def token_limit(self) -> int | None:
@@ -215,17 +314,77 @@ class ChatRequest(Request):
             raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def tokens(self, lm: Parts) -> list[int]:
-        taken = sorted({"self", "messages", "add_generation_prompt", "tools"} & self.chat_template_kwargs.keys())
-        if taken:
-            raise Refusal(400, f"chat_template_kwargs cannot set {taken[0]!r}", param="chat_template_kwargs")
-        messages = [message.rendered() for message in self.messages]
-        text = lm.tokenizer.apply_chat_template(messages, **self.chat_template_kwargs)
-        return lm.encode(lm.tokenizer.encode(text, add_special=False))
+    @property
+    def tool_names(self) -> list[str]:
+        return [tool.function.name for tool in self.offered()]
+
+    def offered(self) -> Sequence[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    def grammar(self, prompt: str) -> list[Choice] | None:
+        choice = self.tool_choice
+        if choice in ("none", "auto"):
+            return super().grammar(prompt)
+        wanted = choice.function.name if isinstance(choice, Tool) else None
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools if wanted in (None, tool.function.name)]
+        if not tools:
+            what = "at least one tool" if wanted is None else f"a tool that is called {shown(wanted, 60)}"
+            raise Refusal(400, f"tool_choice needs {what} in tools", param="tool_choice")
+        if super().grammar(prompt):
+            raise Refusal(
+                400, "a required call and a response_format cannot both shape the answer", param="tool_choice"
+            )
+        return [Choice("grammar", {"lark": call_grammar(tools, prompt)})]
 
 
-def parsed(kind: type[R], body: bytes) -> R:
-    """The request in a body. Raises: Refusal that names the field."""
+class TokenizeRequest(Body):
+    """The body of ``/tokenize`` with text; with ``messages`` it is that of a conversation."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+    def prompt_of(self, lm: Parts) -> tuple[list[int], str]:
+        """The tokens. Raises: SpecdecError."""
+        return lm.tokenizer.encode(self.prompt, add_special=self.add_special_tokens), ""
+
+
+class DetokenizeRequest(Body):
+    """The body of ``/detokenize``."""
+
+    tokens: _List[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+
+
+def parsed(kind: type[R], data: Mapping[str, Any]) -> R:
+    """The request in a JSON object. Raises: Refusal that names the field."""
+    data = dict(data)
+    for name in WITHOUT_EFFECT.keys() & data.keys() - kind.model_fields.keys():
+        value, taken = data.pop(name), WITHOUT_EFFECT[name]
+        if taken is None or value is None or any(type(value) is type(item) and value == item for item in taken):
+            continue
+        only = f"takes only {name} = {json.dumps(taken[0])}" if taken else f"does not support {name!r}: leave it out"
+        raise Refusal(400, f"this server {only}", param=name, code="unsupported")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        # in a union, the member that fits best fails farthest inside
+        errors = error.errors(include_url=False)
+        worst = max(errors, key=lambda item: len(item["loc"]))
+        place = _place(worst["loc"], data, missing=worst["type"] == "missing")
+        if worst["type"] == "extra_forbidden":
+            known = kind.model_fields if place == worst["loc"][0] else ()
+            text = f"the field {shown(place, 60)} is unknown.{did_you_mean(place, known)}"
+        elif worst["type"] == "missing":
+            text = f"{place} is required and missing"
+        elif worst["type"] == "empty":
+            text = f"{place}.{worst['msg']}"
+        else:
+            alternatives = dict.fromkeys(_takes(item) for item in errors if item["input"] is worst["input"])
+            text = f"{place or 'the body'} takes {' or '.join(alternatives)}, got {shown(worst['input'], 60)}"
+        raise Refusal(400, text, param=place[:60] or None) from None
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises: Refusal."""
     try:
         data = parse_json(body)  # nesting, digits and repeated keys are checked before anything reads the values
     except UnicodeDecodeError:
@@ -234,24 +393,33 @@ def parsed(kind: type[R], body: bytes) -> R:
         raise Refusal(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(data, dict):
         raise Refusal(400, f"the body takes a JSON object, got {shown(data, 60)}")
-    for name in UNSUPPORTED.keys() & data.keys():
-        value = data.pop(name)
-        if value is not None and not any(type(value) is type(one) and value == one for one in UNSUPPORTED[name]):
-            raise Refusal(400, f"this server does not support {name!r}: leave it out", param=name, code="unsupported")
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        # in a union, the member that fits best fails farthest inside
-        worst = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
-        place = _place(worst["loc"], data, missing=worst["type"] == "missing")
-        if worst["type"] == "extra_forbidden":
-            known = kind.model_fields if place == worst["loc"][0] else ()
-            text = f"the field {shown(place, 60)} is unknown.{did_you_mean(place, known)}"
-        elif worst["type"] == "missing":
-            text = f"{place} is required and missing"
-        else:
-            text = f"{place}: {worst['msg']}, got {shown(worst['input'], 60)}"
-        raise Refusal(400, text, param=place[:60]) from None
+    return data
+
+
+_TAKES = {
+    "string": "text",
+    "int": "an integer",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "list": "a list",
+    "dict": "an object",
+    "model": "an object",
+    "greater": "at least {ge}",
+    "less": "at most {le}",
+    "too_short": "at least {min_length} item",
+    "too_long": "at most {max_length} items",
+    "string_too_short": "at least {min_length} character",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "literal_error": "{expected}",
+}
+"""What a value should have been, by pydantic's type of error or the first word of it."""
+
+
+def _takes(error: ErrorDetails) -> str:
+    kind = error["type"]
+    form = _TAKES.get(kind) or _TAKES.get(kind.partition("_")[0], "another value")
+    return form.format(**error.get("ctx", {}))
 
 
 def _place(path: Sequence[str | int], data: Any, *, missing: bool) -> str:
@@ -266,12 +434,23 @@ def _place(path: Sequence[str | int], data: Any, *, missing: bool) -> str:
     return place
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Prepared:
-    """A request whose prompt and settings the model can take."""
+    """A request whose prompt and settings the model can take.
+
+    Attributes:
+        prompt: its tokens.
+        settings: of the generation.
+        thinking: whether the prompt ends inside ``<think>``.
+        depth: that the request asks for in place of the configured policy's.
+        prediction: most of the answer, or "".
+    """
 
     prompt: list[int]
     settings: Mapping[str, Any]
+    thinking: bool
+    depth: int | None
+    prediction: str
 
 
 @attrs.frozen(kw_only=True)
@@ -281,7 +460,7 @@ class Limits:
     Attributes:
         body_bytes: of the request's body.
         prompt_tokens: of the prompt.
-        new_tokens: that a request may ask for.
+        new_tokens: that an answer may have; a request for more gets as many.
     """
 
     body_bytes: int = 2**20
@@ -294,22 +473,26 @@ def prepared(request: Request, lm: Parts, limits: Limits) -> Prepared:
 
     Raises: Refusal; it may take as long as the tokenizer and a grammar need.
     """
-    requested = request.token_limit
-    if requested is not None and requested > limits.new_tokens:
-        raise Refusal(400, f"max_tokens is at most {limits.new_tokens} here, got {requested}", param="max_tokens")
-    prompt = _or_refusal(lambda: request.tokens(lm))
+    prompt, text = or_refusal(lambda: request.prompt_of(lm))
     most = min(limits.prompt_tokens or lm.capacity, lm.capacity - 1)
     if len(prompt) > most:
         raise Refusal(
             400, f"the prompt has {len(prompt)} tokens, and at most {most} fit", code="context_length_exceeded"
         )
-    settings = request.settings()
-    generation = _or_refusal(lambda: override_generation(lm.config.generation, settings))
-    _or_refusal(lambda: make_sampling(lm, generation, generated_from=len(prompt)))
-    return Prepared(prompt, settings)
+    settings = request.settings(text, limits.new_tokens)
+    generation = or_refusal(lambda: override_generation(lm.config.generation, settings))
+    or_refusal(lambda: make_sampling(lm, generation, generated_from=len(prompt)))
+    return Prepared(
+        prompt=prompt,
+        settings=settings,
+        thinking=text.rstrip().endswith("<think>"),
+        depth=request.speculation.depth if request.speculation else None,
+        prediction=_text(request.prediction.content) if request.prediction else "",
+    )
 
 
-def _or_refusal(call: Callable[[], T]) -> T:
+def or_refusal(call: Callable[[], T]) -> T:
+    """What ``call`` returns. Raises: Refusal for an error of specdec's."""
     try:
         return call()
     except SpecdecError as error:

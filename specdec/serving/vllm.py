@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ _WITH_A_MODEL = ("draft_model", "eagle3", "dflash", "dspark")  # vLLM's methods 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-def vllm_command(config: RunConfig, *, name: str, host: str, port: int) -> tuple[list[str], list[str]]:
+def vllm_command(config: RunConfig, *, names: Sequence[str], host: str, port: int) -> tuple[list[str], list[str]]:
     """The command's words, and notes on what differs from specdec.
 
     Raises: UnsupportedError for a part of the configuration that vLLM has no option for; CheckpointError.
@@ -30,7 +30,7 @@ def vllm_command(config: RunConfig, *, name: str, host: str, port: int) -> tuple
     if config.verifier.name not in ("strict", "rejection"):
         raise _no_option(f"verifier.name = {config.verifier.name!r}")
     model = target.model if is_hub_id(target.model) else str(locate(target.model))
-    words = ["vllm", "serve", model, "--served-model-name", name, "--host", host, "--port", str(port)]
+    words = ["vllm", "serve", model, "--served-model-name", *names, "--host", host, "--port", str(port)]
     for option, value in (
         ("--revision", target.revision),
         ("--dtype", None if target.dtype == "auto" else target.dtype),

@@ -18,6 +18,7 @@ from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import LiveSequence
 from specdec.errors import ConfigError, UnsupportedError
+from specdec.processors import grammar
 from specdec.processors.grammar import GrammarConfig, GrammarProcessor
 from specdec.testing.table_model import TableModel
 from specdec.verifiers.strict import StrictVerifier
@@ -290,6 +291,9 @@ def test_a_compiled_grammar_is_kept_and_not_shared():
 # --- what cannot be used ---------------------------------------------------------------------------------------------
 
 
+CHAIN = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -300,11 +304,34 @@ def test_a_compiled_grammar_is_kept_and_not_shared():
         (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: not JSON"),
         (GrammarConfig(json_schema="missing.json"), "cannot read the json_schema file 'missing.json'"),
         (GrammarConfig(lark="missing.lark"), "cannot read the lark file 'missing.lark'"),
+        (GrammarConfig(json_schema={"type": "integer", "minimum": 10**30}), "cannot be used as a grammar: .*10000"),
+        # these end the process that compiles them
+        (GrammarConfig(json_schema=CHAIN), "the json_schema .* too large or too deep"),
+        (
+            GrammarConfig(lark="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "a"'),
+            "too deep",
+        ),
     ],
 )
 def test_an_unusable_grammar_is_an_error_with_its_reason(config, message):
     with pytest.raises(ConfigError, match=message):
         fresh(config)
+
+
+def test_a_long_grammar_that_compiles_is_tried_out_and_used_and_not_kept(monkeypatch):
+    monkeypatch.setattr(grammar, "SHORT", 1)
+    monkeypatch.setattr(grammar, "KEPT_LENGTH", 1)
+    monkeypatch.setattr(grammar, "_vocabularies", type(grammar._vocabularies)())
+    assert allowed(fresh(GrammarConfig(json_schema={"enum": ["ab", "cab"]})), words.tokenizer().encode('"ab"')) == ENDS
+    assert grammar._vocabulary(words.env())._matchers == {}
+
+
+def test_a_grammar_that_takes_too_long_for_its_masks_is_refused(monkeypatch):
+    monkeypatch.setattr(grammar, "CALL_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "CALL_SECONDS_EACH", 0.0)
+    processor = fresh(GrammarConfig(json_schema={"const": "x" * 30_000}))
+    with pytest.raises(UnsupportedError, match=r"the grammar takes too long: [0-9.]+ seconds for 0 tokens"):
+        processor.process(np.zeros(words.vocab_size(), np.float32), [])
 
 
 def test_a_schema_and_a_grammar_may_be_files(tmp_path):

@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 def server():
     from serving import serving
 
-    with serving("-s", "depth.depth=3") as made:  # a busy machine must not end speculation
+    with serving("-s", "depth.depth=3", "--keep", 40) as made:  # a busy machine must not end speculation
         yield made
 
 

@@ -78,13 +78,14 @@ def serving(*options: object, key: str = "", before: str = "", status: int = 0) 
     command = [sys.executable, "-m", "specdec"]
     if before:
         command = [sys.executable, "-c", f"{before}\nfrom specdec.__main__ import run\nrun()"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [*command, "serve", "--port", "0", *map(str, options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": str(ROOT), **({"SPECDEC_API_KEY": key} if key else {})},
+        env={**os.environ, "PYTHONPATH": path, **({"SPECDEC_API_KEY": key} if key else {})},
     )
     assert process.stdout is not None
     assert process.stderr is not None

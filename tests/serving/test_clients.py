@@ -39,9 +39,9 @@ def test_the_model_is_listed(client):
         client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="only 'demo'"):
         client.chat.completions.create(model="gpt-5", messages=QUESTION)
-    with pytest.raises(openai.BadRequestError, match="does not support 'user'") as refused:
-        client.chat.completions.create(model="demo", messages=QUESTION, user="me")
-    assert refused.value.param == "user"
+    with pytest.raises(openai.BadRequestError, match="takes only n = 1") as refused:
+        client.chat.completions.create(model="demo", messages=QUESTION, n=2)
+    assert refused.value.param == "n"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -123,11 +123,77 @@ def test_structured_output_is_parsed_by_the_client(client):
     assert made.choices[0].message.content.startswith("{")
 
 
-def test_values_that_ask_for_nothing_are_taken(client):
+def test_fields_without_effect_are_taken(server, client, lm):
     made = client.chat.completions.create(
-        model="demo", messages=QUESTION, max_tokens=1, n=1, tools=[], store=False, response_format={"type": "text"}
+        model="demo",
+        messages=[{**QUESTION[0], "name": "me"}],
+        max_tokens=24,
+        n=1,
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        store=True,
+        user="me",
+        metadata={"a": "b"},
+        reasoning_effort="low",
+        response_format={"type": "text"},
+        prediction={"type": "content", "content": "def add(a, b):"},
+        extra_body={"speculation": {"depth": 0}},
     )
-    assert made.usage.completion_tokens == 1
+    assert made.choices[0].message.content == expected(lm, {}).text
+    assert made.specdec["drafted_tokens"] == 0
+
+
+INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name} two numbers",
+            "parameters": {
+                "properties": {"a": {"$ref": "#/$defs/number"}, "b": {"$ref": "#/$defs/number"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+                "$defs": {"number": INTEGER},
+            },
+        },
+    }
+    for name in ("add", "multiply")
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "multiply"}}])
+def test_a_tool_is_called_and_its_result_answered(client, choice):
+    pytest.importorskip("llguidance")
+    settings = {"model": "demo", "tools": TOOLS, "max_tokens": 64, "temperature": 1.0, "seed": 4}
+    messages = [{"role": "user", "content": "What is 3 times 4?"}]
+    made = client.chat.completions.create(messages=messages, tool_choice=choice, **settings).choices[0]
+    assert (made.finish_reason, made.message.content) == ("tool_calls", None)
+    (call,) = made.message.tool_calls
+    assert call.function.name in ({"add", "multiply"} if choice == "required" else {"multiply"})
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == {"a", "b"}
+    assert all(0 <= number <= 99 for number in arguments.values())
+    with client.chat.completions.stream(messages=messages, tool_choice=choice, **settings) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.tool_calls[0].function.arguments == call.function.arguments
+    assert not streamed.content
+    messages += [made.message, {"role": "tool", "tool_call_id": call.id, "content": "12"}]
+    answer = client.chat.completions.create(messages=messages, tool_choice="none", **settings)
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content
+    without = client.chat.completions.create(messages=[*messages[:1], messages[2]], tool_choice="none", **settings)
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 8  # the call was part of the prompt
+
+
+def test_tokenize_and_detokenize(server, lm):
+    assert server.post("/tokenize", {"prompt": "def add("})[2]["tokens"] == lm.tokenizer.encode("def add(")
+    told = server.post("/tokenize", {"messages": QUESTION})[2]
+    text = lm.tokenizer.apply_chat_template(QUESTION)
+    assert told["tokens"] == lm.tokenizer.encode(text, add_special=False)
+    assert told["count"] == len(told["tokens"])
+    assert server.post("/detokenize", {"tokens": told["tokens"]})[2] == {"prompt": text}
 
 
 @pytest.mark.parametrize("settings", SETTINGS[1:])
