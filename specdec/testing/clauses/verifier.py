@@ -244,9 +244,9 @@ def target_distribution(subject: VerifierSubject, run: Run) -> None:
     verifier = subject.make()
     if verifier.guarantee not in (Guarantee.EXACT, Guarantee.DISTRIBUTION):
         not_applicable(f"a {verifier.guarantee.value} verifier promises no distribution")
-    _drive(subject, run, "V5")
     surplus = every_position(verifier, run.repeat(900, least=150), run.seed)
     if surplus is None:
+        _drive(subject, run, "V5")
         not_applicable("it refuses temperatures above 0; at temperature 0 it chooses the best token of every row")
     surplus.judge("the emitted tokens do not follow the target's distribution", run_seed=run.seed)
     target, draft = target_and_draft()
@@ -258,6 +258,7 @@ def target_distribution(subject: VerifierSubject, run: Run) -> None:
         fit, case = goodness_of_fit(tally, expected), {"scenario": part.name, "draws": draws, "run_seed": run.seed}
         what = f"the joint distribution of {JOINT} tokens is not the target's: {fit}"
         expect(fit.passes(P_VALUE), what, got=tally, expected=np.round(expected * draws, 1), **case)
+    _drive(subject, run, "V5")
 
 
 @check("V6")
