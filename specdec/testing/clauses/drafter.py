@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _settings = st.one_of(st.just("greedy"), st.sampled_from(list(SETTINGS)))
 _memories = st.sampled_from(list(Memory))
-DRAWN, SHORT = 250, 30  # most tokens of texts at temperatures above 0, and of those in a large vocabulary
+DRAWN, SHORT = 300, 30  # most tokens of texts at temperatures above 0, and of those in a large vocabulary
 _PROMPT = (1, 2, 3, 1, 2, 3, 1, 2)  # repeats, so that an n-gram drafter finds something
 _WAY = "the draft depends on the way by which the tokens came"
 _ROUTES = {
