@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import process_time
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 import numpy as np
@@ -22,9 +22,6 @@ import numpy as np
 from specdec.checking import between, checked
 from specdec.errors import described
 from specdec.testing.subjects import Subject
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
 
 CONTRACT = "2026.2"
 """The version of the contract, by date. A plugin names the one it claims; newer clauses warn and do not fail it."""
@@ -257,7 +254,7 @@ class Run:
         driver: Callable[..., Faults],
         *,
         examples: int = 30,
-        **strategies: SearchStrategy[Any],
+        **strategies: Any,  # of the arguments
     ) -> None:
         """Call ``driver(subject, **case)``, which looks for faults of many clauses.
 
@@ -286,7 +283,7 @@ class Run:
         *,
         examples: int = 30,
         first: Iterable[Mapping[str, Any]] = (),
-        **strategies: SearchStrategy[Any],
+        **strategies: Any,
     ) -> None:
         """Call ``body`` with the ``first`` cases, then with drawn arguments; the same seed draws the same cases.
 
@@ -300,8 +297,8 @@ class Run:
         for case in first if self.effort.factor >= 1 else ():
             try:
                 body(**case)
-            except Broken as broken:
-                raise Broken.by(broken, case) from broken
+            except Broken as error:
+                raise Broken.by(error, case) from error
         failed: list[tuple[dict[str, Any], Broken]] = []
         begun, end = 0, self._end
 

@@ -34,7 +34,7 @@ class Step:
     offered: int
     accepted: int
     position: int
-    seconds: tuple[float, ...]
+    seconds: tuple[float, float, float]
 
 
 class PolicyRun:
@@ -76,7 +76,8 @@ def _steps(seed: int, count: int, rows: int, kind: str = "mixed") -> list[Step]:
             offered = 0 if outcome == 4 else rows if outcome < 3 else int(rng.integers(rows + 1))
             accepted = (rows, 0, int(rng.integers(3)), int(rng.integers(rows + 1)), 0)[outcome]
             depth = int(rng.integers(rows + 1)) if capped else None
-            steps.append(Step(depth, offered, accepted, position, tuple(rng.choice([0.0, 0.001, 0.03], 3).tolist())))
+            draft, verify, commit = rng.choice([0.0, 0.001, 0.03], 3).tolist()
+            steps.append(Step(depth, offered, accepted, position, (draft, verify, commit)))
     return steps[:count]
 
 

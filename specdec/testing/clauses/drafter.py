@@ -216,7 +216,7 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     for setting in ("independent", "flat", "filtered", "biased", "sharp"):
         surplus, length = Surplus(_FUNCTIONS), 400 if setting == "independent" else 150
         walk = Walk(subject=subject, setting=setting, seed=run.seed % 2**32 | 1)
-        walk.look = lambda session, draft, surplus=surplus: _see(surplus, session, draft)  # type: ignore[misc]
+        walk.look = lambda session, draft, surplus=surplus: _see(surplus, session, draft)
         walk.through(text(run.seed % 2**32 | 1, max(60, min(int(length * run.effort.factor), 2 * length))))
         surplus.judge("drafted tokens do not follow their probs", setting=setting)
         drafted = drafted or any(draft.probs is not None for draft in walk.drafts.values())

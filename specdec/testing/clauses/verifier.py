@@ -357,8 +357,8 @@ def in_the_engine(subject: VerifierSubject, run: Run) -> None:
             return
         expect_equal(got, expected, "the output is not that of plain decoding")
 
-    drawn = {"wrong": st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=9)}
-    generations = strategies.generations(vocab)
+    drawn: dict[str, Any] = {"wrong": st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=9)}
+    generations: dict[str, Any] = strategies.generations(vocab)
     run.explore(
         body, examples=30, length=strategies.lengths(100), memory=st.sampled_from(Memory), **drawn, **generations
     )
