@@ -115,7 +115,7 @@ class Walk:
             if self.route == "mixed" and chance < 0.08:
                 session.feed(tokens[at : at + int(2 ** rng.uniform(0, 6))], chunk=int(2 ** rng.uniform(0, 5)))
                 continue
-            if self.route == "rewound" and chance < 0.08:
+            if self.route == "rewound" and chance < (0.3 if 192 <= at < 256 else 0.08):  # 8 bits do not hold 256
                 self._detour(tokens[at:], self.depths[at])
             if self.route in ("restored", "rebuilt") and chance < 0.04:
                 self._restore(tokens[at:])
