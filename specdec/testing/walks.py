@@ -66,7 +66,7 @@ class Walk:
             others' drafts; "rewound" with detours; "restored" through copies and files, "rebuilt" without what the
             drafter saved; "beside" another sequence; "reported" with a report after every cycle.
         cycle: added to the number of every cycle.
-        look: called with the session and each draft before it is verified.
+        look: called with the session and each draft before it is verified, and its depth.
         drafts: by position, copies of what was drafted there, and the depths.
         session: the last one.
     """
@@ -80,7 +80,7 @@ class Walk:
     cycle: int = 0
     model: ForwardPass | None = None
     shared: Any = None
-    look: Callable[[ScriptedSession, Draft], None] | None = None
+    look: Callable[[ScriptedSession, Draft, int], None] | None = None
     faults: Faults = attrs.field(factory=Faults)
     drafts: dict[int, Draft] = attrs.field(factory=dict)
     depths: list[int] = attrs.field(factory=list)
@@ -141,7 +141,7 @@ class Walk:
         draft = session.propose(depth)
         self.drafts[at] = session.drafts[-1][1]
         if self.look is not None:
-            self.look(session, draft)
+            self.look(session, draft, depth)
         verified = usable(draft, depth, session.model.info.vocab_size)
         if mixed and rng.random() < 0.3:  # another drafter's draft
             verified = Draft(tuple(tokens[at : at + int(rng.integers(0, 5))]))

@@ -175,7 +175,7 @@ _FUNCTIONS = (
 """Chosen so that usual mistakes move one of them."""
 
 
-def _see(surplus: Surplus, session: ScriptedSession, draft: Draft) -> None:
+def _see(surplus: Surplus, session: ScriptedSession, draft: Draft, depth: int) -> None:
     """Add the tokens of a draft that has distributions."""
     if draft.probs is None:
         return
@@ -203,7 +203,7 @@ def _see(surplus: Surplus, session: ScriptedSession, draft: Draft) -> None:
             ]
         )
         place = "the first rows" if row < 2 else "rows 2 to 6" if row < 7 else "rows from 7"
-        last = ["the last row"] if row == len(draft.tokens) - 1 else []
+        last = ["the last row"] if row == depth - 1 else []  # a drafter may end a draft early, by what it has drawn
         surplus.add(["all rows", place, *last], token, probs, values)
         before = 2 * float(middle[token]) - 1
         history.append(token)
@@ -216,7 +216,7 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     for setting in ("independent", "flat", "filtered", "biased", "sharp"):
         surplus, length = Surplus(_FUNCTIONS), 400 if setting == "independent" else 150
         walk = Walk(subject=subject, setting=setting, seed=run.seed % 2**32 | 1)
-        walk.look = lambda session, draft, surplus=surplus: _see(surplus, session, draft)
+        walk.look = lambda session, draft, depth, surplus=surplus: _see(surplus, session, draft, depth)
         walk.through(text(run.seed % 2**32 | 1, max(60, min(int(length * run.effort.factor), 2 * length))))
         surplus.judge("drafted tokens do not follow their probs", setting=setting)
         drafted = drafted or any(draft.probs is not None for draft in walk.drafts.values())
@@ -239,7 +239,7 @@ def _honest_in_one_context(subject: DrafterSubject, run: Run) -> bool:
         shared = session.shared
         session.feed(_PROMPT)
         draft = usable(session.propose(4), 4, 5)
-        _see(pooled, session, draft)
+        _see(pooled, session, draft, 4)
         for row, token in enumerate(draft.tokens):
             before = draft.tokens[:row]
             stated = np.eye(5)[token] if draft.probs is None else draft.probs[row]
