@@ -11,9 +11,10 @@ import inspect
 import random
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import process_time
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 import numpy as np
@@ -21,9 +22,6 @@ import numpy as np
 from specdec.checking import between, checked
 from specdec.errors import described
 from specdec.testing.subjects import Subject
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
 
 CONTRACT = "2026.2"
 """The version of the contract, by date. A plugin names the one it claims; newer clauses warn and do not fail it."""
@@ -111,7 +109,7 @@ def not_applicable(reason: str) -> NoReturn:
 # --- global generators -----------------------------------------------------------------------------------------------
 
 
-def generator_states() -> list[Any]:
+def _generator_states() -> list[Any]:
     """The state of every global generator that a plugin could draw from; PyTorch's only if it is loaded."""
     torch = sys.modules.get("torch")
     states: list[Any] = [random.getstate(), repr(np.random.get_state())]
@@ -129,9 +127,9 @@ def own_generators(seed: int) -> Iterator[None]:
         np.random.seed(seed)
         if torch is not None:
             torch.manual_seed(seed)
-        states = generator_states()
+        states = _generator_states()
         yield
-        expect(generator_states() == states, "a global generator was advanced")
+        expect(_generator_states() == states, "a global generator was advanced")
     finally:
         random.setstate(before)
         np.random.set_state(numpy_before)
@@ -152,14 +150,13 @@ class Check:
     contract: str  # the contract that introduced it
     sentence: str  # the clause's heading in docs/contract
     run: Callable[[Any, Run], None] = attrs.field(repr=False)
-    early: bool = False  # runs before the others, which may leave traces in an object or a class
 
 
 CHECKS: dict[str, Check] = {}
 """By id, all registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
 
 
-def check(id: str, *, contract: str = CONTRACT, kind: str = "contract", early: bool = False) -> Callable[[T], T]:
+def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:
     """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
     subject = next((subject for subject in Subject if subject.letter == id[:1]), None)
     if subject is None or not id[1:].isdigit() or kind not in ("contract", "advice"):
@@ -169,10 +166,21 @@ def check(id: str, *, contract: str = CONTRACT, kind: str = "contract", early: b
         if id in CHECKS:
             raise ValueError(f"there is a check {id} already")
         sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        CHECKS[id] = Check(id, subject, kind, contract, sentence, function, early)  # type: ignore[arg-type]
+        CHECKS[id] = Check(id, subject, kind, contract, sentence, function)  # type: ignore[arg-type]
         return function
 
     return register
+
+
+def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, str], **how: Any) -> None:
+    """Register the clauses that one driver checks, by id: ``drive(subject, run, id)`` raises the fault of one."""
+    for id, sentence in sentences.items():
+
+        def run(subject: Any, run: Run, id: str = id) -> None:
+            drive(subject, run, id)
+
+        run.__doc__ = sentence
+        check(id, **how)(run)
 
 
 # --- searching -------------------------------------------------------------------------------------------------------
@@ -181,15 +189,37 @@ SHRINKING = 2.0  # seconds for the search for a smaller case
 LEAST = 3  # drawn cases, however little time there is
 
 
-class _Spent(BaseException):
-    """Leaves hypothesis when the time for a clause is over."""
+class Faults(dict[str, Broken]):
+    """What one case of a driver shows: the first fault of each clause, by id."""
+
+    def note(self, clause: str, truth: object, what: str, **facts: Any) -> None:
+        """Note a fault of the clause unless ``truth``."""
+        if not truth and clause not in self:
+            self[clause] = Broken(what, **facts)
+
+    def note_equal(self, clause: str, got: Any, expected: Any, what: str, **facts: Any) -> None:
+        """Note a fault of the clause unless the two are equal, as ``expect_equal`` compares them."""
+        with self.of(clause):
+            expect_equal(got, expected, what, **facts)
+
+    @contextlib.contextmanager
+    def of(self, clause: str) -> Iterator[None]:
+        """Note under the clause what the block finds broken."""
+        try:
+            yield
+        except Broken as broken:
+            self.setdefault(clause, broken)
+
+
+_SHOWN: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], set[str]]] = weakref.WeakKeyDictionary()
+"""By subject: the clauses that a complete run of a driver showed to be broken, by driver, seed and effort."""
 
 
 class Run:
     """One run of a check: its seed, its effort, and the search for failing cases.
 
     The effort decides how many cases are drawn. ``seconds`` of processor time bound them: when they are spent, no
-    further case begins, and the check has passed as far as it went. The same seed draws the same cases.
+    further case is tried, and the check has passed as far as it went. The same seed draws the same cases.
     """
 
     @checked()
@@ -206,11 +236,6 @@ class Run:
         self.shrink = shrink
         self._end = process_time() + (self.effort.seconds if seconds is None else seconds)
 
-    @property
-    def spent(self) -> bool:
-        """Whether the time for this check is over."""
-        return process_time() >= self._end
-
     def count(self, usual: int) -> int:
         """The number of repeats for something repeated ``usual`` times at quick effort."""
         return max(1, round(usual * self.effort.factor))
@@ -218,9 +243,39 @@ class Run:
     def repeat(self, usual: int, least: int = 1) -> Iterator[int]:
         """0, 1, ... to ``count(usual)``, fewer when the time is spent, but ``least`` or all of them."""
         for number in range(self.count(usual)):
-            if number >= least and self.spent:
+            if number >= least and process_time() >= self._end:
                 return
             yield number
+
+    def drive(
+        self,
+        subject: object,
+        clause: str,
+        driver: Callable[..., Faults],
+        *,
+        examples: int = 30,
+        **strategies: Any,  # of the arguments
+    ) -> None:
+        """Call ``driver(subject, **case)``, which looks for faults of many clauses.
+
+        Clauses of one plugin share a run: what a complete one did not show is not searched for again.
+
+        Raises: Broken for a fault of ``clause``.
+        """
+        runs = _SHOWN.setdefault(subject, {})
+        key = (driver, self.seed, self.effort)
+        if clause not in runs.get(key, {clause}):
+            return
+        shown: set[str] = set()
+
+        def body(**case: Any) -> None:
+            faults = driver(subject, **case)
+            shown.update(faults)
+            if clause in faults:
+                raise faults[clause]
+
+        self.explore(body, examples=examples, **strategies)
+        runs[key] = shown
 
     def explore(
         self,
@@ -228,13 +283,10 @@ class Run:
         *,
         examples: int = 30,
         first: Iterable[Mapping[str, Any]] = (),
-        **strategies: SearchStrategy[Any],
+        **strategies: Any,
     ) -> None:
-        """Call ``body`` with drawn arguments; the same seed draws the same cases.
+        """Call ``body`` with the ``first`` cases, then with drawn arguments; the same seed draws the same cases.
 
-        Args:
-            first: cases that are tried before drawn ones, such as long ones. One that fails is made smaller by drawing
-                its ``length`` again.
         Raises: Broken with the smallest failing case.
         """
         from hypothesis import HealthCheck, Phase, given, settings
@@ -245,14 +297,7 @@ class Run:
         for case in first if self.effort.factor >= 1 else ():
             try:
                 body(**case)
-            except NotApplicable:
-                raise
-            except Exception as error:
-                drawn: dict[str, Any] = {
-                    name: strategies[name] if name == "length" else st.just(value) for name, value in case.items()
-                }
-                if self.shrink and "length" in case:
-                    self.explore(body, examples=20, **drawn)
+            except Broken as error:
                 raise Broken.by(error, case) from error
         failed: list[tuple[dict[str, Any], Broken]] = []
         begun, end = 0, self._end
@@ -270,9 +315,9 @@ class Run:
         @given(st.fixed_dictionaries(strategies))
         def cases(case: dict[str, Any]) -> None:
             nonlocal begun, end
-            if begun >= LEAST and process_time() >= end:
-                raise _Spent
             begun += 1
+            if begun > LEAST and process_time() >= end:
+                return  # the time is spent
             try:
                 body(**case)
             except NotApplicable:
@@ -283,20 +328,11 @@ class Run:
                 failed.append((dict(case), Broken.by(error, {})))
                 raise failed[-1][1] from error
 
-        random_state, numpy_state = random.getstate(), np.random.get_state()
         try:
             cases()
-        except _Spent:
-            if failed:
-                case, broken = failed[-1]
-                raise Broken.by(broken, case) from broken
-        except Flaky as flaky:  # the plugin uses other randomness: any failing case will do
+        except (Broken, Flaky) as error:
             if not failed:
                 raise
-            case, broken = failed[0]
-            raise Broken.by(broken, case, "it failed once and passed when it was tried again") from flaky
-        except Broken as broken:
-            raise Broken.by(broken, failed[-1][0]) from broken
-        finally:
-            random.setstate(random_state)
-            np.random.set_state(numpy_state)
+            # the last failing case is the smallest; it may pass when tried again, or come after the time for shrinking
+            case, broken = failed[-1]
+            raise Broken.by(broken, case) from error

@@ -95,12 +95,16 @@ def parametrize_checks(
     expect_contract(claimed)
     expect_ids(known, chosen)
 
+    subjects: dict[Subject, Any] = {}  # made once: clauses of one plugin share a run
+
     def item(check: Check) -> Callable[[], None]:
         def run() -> None:
             drawn = seed if seed is not None else _seed
+            if check.subject not in subjects:
+                subjects[check.subject] = as_subject(check.subject, given[check.subject])
             outcome = run_check(
                 check,
-                as_subject(check.subject, given[check.subject]),
+                subjects[check.subject],
                 seed=drawn,
                 effort=effort,
                 replay=f"pytest -k {check.id} --specdec-seed {drawn}",

@@ -1,4 +1,5 @@
-"""A reference for ``specdec.sampling``: the distribution of the next token, computed one token at a time."""
+"""A reference for ``specdec.sampling``: the distribution of the next token, computed one token at a time, and a test of
+whether tokens follow distributions that differ from one to the next."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.contract import Sampling
+from specdec.testing.checks import expect
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,3 +81,40 @@ def joint_distribution(next_token: Callable[[list[int]], Float64], length: int, 
     for outcome in itertools.product(range(vocab), repeat=length):
         joint[outcome] = math.prod(next_token(list(outcome[:i]))[token] for i, token in enumerate(outcome))
     return joint.ravel()
+
+
+FAR = 5.5  # standard deviations: 4e-8, for each of some hundred sums
+ENOUGH = 12.0  # the variance from which a sum of bounded terms is taken for normal
+
+
+class Surplus:
+    """Sums of differences between what was drawn and what was to be expected, by group.
+
+    Each term is ``f(token) - E f`` under the distribution that the token should follow, so it has mean 0 given all that
+    came before, whatever the contexts are, and the sums are normal (a martingale central limit theorem: Hall and Heyde
+    1980).
+    """
+
+    def __init__(self, functions: Sequence[str]) -> None:
+        self.functions = functions
+        self._sums: dict[str, Float64] = {}  # by group: [F, 3] differences, variances, largest terms
+
+    def add(self, groups: Sequence[str], token: int, probs: Float64, values: Float64) -> None:
+        """Add a token to groups, with its distribution ``[V]`` and the functions' values ``[F, V]``."""
+        away = values - (values @ probs)[:, None]
+        differences, variances, largest = away[:, token], away**2 @ probs, np.abs(away).max(axis=1)
+        for group in groups:
+            sums = self._sums.setdefault(group, np.zeros((len(values), 3)))
+            sums[:, 0] += differences
+            sums[:, 1] += variances
+            np.maximum(sums[:, 2], largest, out=sums[:, 2])
+
+    def judge(self, what: str, **case: object) -> None:
+        """Raises: Broken if a sum is too far from 0."""
+        for group, sums in self._sums.items():
+            for name, (total, variance, largest) in zip(self.functions, sums.tolist(), strict=True):
+                away = total / math.sqrt(max(variance, 1e-12))
+                fits = variance <= ENOUGH * largest**2 or abs(away) <= FAR
+                expect(
+                    fits, f"{what}, as to {name}", got=f"{away:.1f} standard deviations", expected=FAR, at=group, **case
+                )

@@ -225,7 +225,6 @@ def check_subjects(
         for check in iter_checks(subject)
         if wanted is None or check.id in wanted
     ]
-    planned.sort(key=lambda pair: not pair[0].early)  # stable
     seconds = EFFORTS[effort].seconds
     outcomes: list[Outcome] = []
     began = process_time()

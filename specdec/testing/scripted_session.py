@@ -1,12 +1,13 @@
 """``ScriptedSession``: call a drafter as the engine does, with outcomes chosen by a check.
 
 Every call is looked at: what a drafter answers, and whether it left alone what it was given. A fault is noted under its
-clause and the session goes on, so that each check finds its own clause only.
+clause and the session goes on.
 """
 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,15 +23,14 @@ from specdec.contract import (
     DraftNoise,
     ForwardOutput,
     ForwardPass,
-    Needs,
     Sampling,
     Snapshot,
     State,
     Verdict,
 )
-from specdec.testing.checks import Broken
+from specdec.testing.checks import Faults
 from specdec.testing.subjects import DrafterSubject
-from specdec.testing.table_model import Memory, TableModel
+from specdec.testing.table_model import WIDE, Memory, TableModel, WideModel
 
 CAPACITY = 4096
 SUM = 2e-5  # float32 rows of these vocabularies sum to 1 more closely
@@ -49,13 +49,12 @@ class SavedCopy:
 
 @attrs.define
 class ScriptedSession:
-    """One sequence: its tokens, its state, its drafter.
+    """One sequence: its tokens, its state, its drafter. Hidden states and the MTP head are there only as declared.
 
     Attributes:
-        sealed: give hidden states and the MTP head only as declared. Unsealed, a drafter that uses more still works.
         faults: the first fault by clause.
         drafts: every draft that was handed over, and a copy of it.
-        outputs: every output that was handed over, if a check sets a list.
+        outputs: references to every output that was handed over.
     """
 
     subject: DrafterSubject
@@ -65,13 +64,12 @@ class ScriptedSession:
     sampling: Sampling
     noise: DraftNoise
     shared: Any
-    sealed: bool
+    faults: Faults
     tokens: list[int] = attrs.field(factory=list)
     cycles: int = 0
     generated_from: int = 0
-    faults: dict[str, Broken] = attrs.field(factory=dict)
     drafts: list[tuple[Draft, Draft]] = attrs.field(factory=list)
-    outputs: list[ForwardOutput] | None = None
+    outputs: list[weakref.ref[ForwardOutput]] = attrs.field(factory=list)
 
     @classmethod
     def start(
@@ -79,50 +77,44 @@ class ScriptedSession:
         subject: DrafterSubject,
         *,
         model: ForwardPass | None = None,
-        memory: Memory = Memory.ATTENTION,
         sampling: Sampling | None = None,
         noise: DraftNoise = DraftNoise.COUPLED,
-        sealed: bool = False,
         shared: Any = None,
+        faults: Faults | None = None,
         snapshot: Snapshot | None = None,
         saved: DrafterSnapshot | None = None,
     ) -> ScriptedSession:
         """Start an empty sequence, or one over a restored snapshot."""
-        if model is None:
-            model = target_for(subject, memory)
-        needs = subject.needs if sealed else subject.needs | Needs(mtp=bool(model.info.mtp_layers), final_hidden=True)
+        model, needs = target_for(subject) if model is None else model, subject.needs
         state = model.new_state(CAPACITY, needs) if snapshot is None else model.restore(snapshot, needs)
         shared = subject.prepare(model) if shared is None else shared
         drafter = subject.make(DrafterEnv(target=model, state=state, shared=shared, saved=saved))
-        return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
+        faults = Faults() if faults is None else faults
+        return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, faults)
 
     # --- what is noted --------------------------------------------------------------------------------------------
 
     def note(self, clause: str, truth: object, what: str, **facts: object) -> None:
         """Note a fault under its clause unless ``truth``."""
-        if not truth and clause not in self.faults:
-            self.faults[clause] = Broken(what, **facts)
+        self.faults.note(clause, truth, what, **facts)
 
-    def raise_fault(self, clause: str) -> None:
-        """Raises: Broken if a fault of this clause was noted, or a draft was changed after it was handed over (D19)."""
-        for draft, copy in self.drafts if clause == "D19" else ():
+    def finished(self) -> None:
+        """Look at the drafts that were handed over before: none may have changed (D19)."""
+        for draft, copy in self.drafts:
             self.note("D19", drafts_equal(draft, copy), "an earlier draft was changed later", got=draft, expected=copy)
-        if clause in self.faults:
-            raise self.faults[clause]
 
     def _ask(self, method: str, context: Context, *arguments: Any) -> Any:
         """Call the drafter; its context, its settings and the committed state must stay as they are (D2, D12)."""
-        tokens, settings = context[:], (dict(context.sampling.logit_bias), context.cycle, context.generated_from)
-        held = self.state.length, getattr(self.state, "provisional", None)
-        answer = getattr(self.drafter, method)(*arguments)
-        self.note("D2", context[:] == tokens, f"{method} changed the tokens of the context", tokens=tokens)
-        after = (dict(context.sampling.logit_bias), context.cycle, context.generated_from)
-        self.note(
-            "D2", after == settings, f"{method} changed the settings of the context", got=after, expected=settings
-        )
-        now = self.state.length, getattr(self.state, "provisional", None)
+
+        def now() -> tuple[tuple[object, ...], tuple[object, ...]]:
+            settings = dict(context.sampling.logit_bias), context.cycle, context.generated_from
+            return (context[:], *settings), (self.state.length, getattr(self.state, "provisional", None))
+
+        (view, held), answer = now(), getattr(self.drafter, method)(*arguments)
+        (view_after, held_after) = now()
+        self.note("D2", view_after == view, f"{method} changed the context", got=view_after, expected=view)
         what = f"{method} ran a pass over the state of its sequence, or changed it"
-        self.note("D12", now == held, what, got=f"{now[0]} tokens", expected=f"{held[0]} tokens")
+        self.note("D12", held_after == held, what, got=f"{held_after[0]} tokens", expected=f"{held[0]} tokens")
         return answer
 
     def _look(self, draft: Any, depth: int) -> None:
@@ -174,8 +166,7 @@ class ScriptedSession:
             self._ask("prefill", context, context, self._seen(output))
 
     def _seen(self, output: ForwardOutput) -> ForwardOutput:
-        if self.outputs is not None:
-            self.outputs.append(output)
+        self.outputs.append(weakref.ref(output))
         return output
 
     def propose(self, depth: int) -> Draft:
@@ -259,18 +250,16 @@ class ScriptedSession:
         return other
 
     def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None) -> ScriptedSession:
-        other = ScriptedSession.start(
+        return ScriptedSession.start(
             self.subject,
             model=self.model,
             sampling=self.sampling,
             noise=self.noise,
-            sealed=self.sealed,
+            faults=self.faults,
             snapshot=snapshot,
             shared=self.shared,
             saved=saved,
         )
-        other.faults = self.faults
-        return other
 
 
 def _listed(value: Any) -> Any:
@@ -282,6 +271,8 @@ def _listed(value: Any) -> Any:
 
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> TableModel:
     """A model that supports the drafter's needs."""
+    if vocab == WIDE:
+        return WideModel(np.full((4, 4), 0.25), WIDE)
     options: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": subject.layers, "max_positions": 4 * CAPACITY}
     return TableModel.random(vocab, memory=memory, tilt=0.7, **options)
 

@@ -72,5 +72,5 @@ def samplings(draw: st.DrawFn, vocab: int, *, greedy: bool | None = None) -> Sam
 def generations(vocab: int) -> dict[str, st.SearchStrategy[Any]]:
     """``prompt``, ``depths`` (used cyclically) and ``sampling`` of a generation by the engine."""
     prompts = st.one_of(tokens(vocab, min_size=1), st.just([1, 2, 3, 1, 2, 3, 1, 2]))
-    depths = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+    depths = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 15)), min_size=1, max_size=5)
     return {"prompt": prompts, "depths": depths, "sampling": samplings(vocab)}

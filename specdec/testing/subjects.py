@@ -69,7 +69,7 @@ class Subject(enum.Enum):
         return {"forward_pass": "target", "ops": "backend"}.get(self.document, self.document.replace("_", " "))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class DrafterSubject:
     """How to build a drafter for a sequence."""
 
@@ -83,7 +83,7 @@ class DrafterSubject:
         return max((1, *self.needs.boundaries))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class VerifierSubject:
     """How to build a verifier; ``bound`` in nats, for a BOUNDED verifier that declares none itself."""
 
@@ -91,14 +91,14 @@ class VerifierSubject:
     bound: float | None = None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class ForwardPassSubject:
     """How to build a target; ``make`` may return the same one every time."""
 
     make: Callable[[], ForwardPass]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class DepthPolicySubject:
     """How to build a depth policy for a sequence.
 
@@ -109,28 +109,28 @@ class DepthPolicySubject:
     shared: Callable[[], Any] | None = None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class OpsSubject:
     """How to build a backend's operations."""
 
     make: Callable[[], Ops]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class LogitsProcessorSubject:
     """How to build a logits processor for a sequence."""
 
     make: Callable[[ProcessorEnv], LogitsProcessor]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class ObserverSubject:
     """How to build an observer: a plugin with the hook ``specdec_cycle``; ``make`` may return the same one."""
 
     make: Callable[[], Any]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class ModelFamilySubject:
     """A model family; ``config`` is a small config.json that it takes, if it does not take the kit's."""
 

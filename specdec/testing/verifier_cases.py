@@ -1,4 +1,4 @@
-"""Single calls of a verifier, and counts of the three-token sequences that it emits over many calls."""
+"""Single calls of a verifier, counts of the three-token sequences that it emits, and every position of deep drafts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampli
 from specdec.errors import UnsupportedError
 from specdec.sampling import Purpose, draft_token, gumbel
 from specdec.testing import strategies
-from specdec.testing.reference_sampling import joint_distribution, reference_distribution, reference_logits
+from specdec.testing.reference_sampling import Surplus, joint_distribution, reference_distribution, reference_logits
 from specdec.testing.table_model import TableLogits, TableModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VOCAB = 5
-histories = strategies.tokens(VOCAB, min_size=1, max_size=6)
 
 
 class Alternates(LogitsProcessor):
@@ -88,22 +87,21 @@ class Case:
         return list(dict.fromkeys(chosen))
 
 
-NEXT_TO_ONE = (47854, 50369, 2224, 37449)
-"""Seeds whose uniform number for the ratio test of position 1 in cycle 1 is nearly 1."""
-
 _EDGES = (7, 8, 15, 63, 64, 100, 255, 256, 300, 600, 1100)
-"""Lengths at which a late fault may begin; draws between them are on a log scale."""
+"""Lengths at which a late fault may begin; other lengths are on a log scale."""
+_lengths = st.one_of(strategies.log_uniform(1, 8), strategies.log_uniform(1, 1200), st.sampled_from(_EDGES))
+_depths = st.sampled_from([*range(4), *range(16)])  # up to the rows of a pass
+_PALETTES = ("normal", "normal", "grid", "narrow", "flat", "one-hot", "last", "wide")
+_TEMPERATURES = {
+    True: (0.0,),
+    False: (1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
+    None: (0.0, 0.0, 1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
+}
+_DRAFTED = ("any", "right", "right", "right", "wrong at the end", "close")
+"""Any tokens; those of plain decoding; those but the last; or one of the three best of each row."""
 
 
-@st.composite
-def _lengths(draw: st.DrawFn) -> int:
-    """Lengths of a text: mostly short, some at every order of magnitude."""
-    if draw(st.integers(0, 3)):
-        return draw(st.integers(1, 8))
-    return draw(st.one_of(st.sampled_from(_EDGES), st.integers(0, 7).map(lambda power: 9 << power)))
-
-
-def _rows(rng: np.random.Generator, palette: str, count: int, vocab: int) -> NDArray[np.float32]:
+def _rows(rng: np.random.Generator, palette: str, count: int, vocab: int, bound: float) -> NDArray[np.float32]:
     """Logits of one kind, ``[count, vocab]``."""
     values = rng.standard_normal((count, vocab)) * {"narrow": 0.3, "normal": 2.0, "wide": 700.0}.get(palette, 1.0)
     if palette == "grid":  # ties, forbidden tokens, far ones
@@ -114,57 +112,58 @@ def _rows(rng: np.random.Generator, palette: str, count: int, vocab: int) -> NDA
         values = np.where(rng.integers(0, vocab, (count, 1)) == np.arange(vocab), 0.0, -np.inf)
     elif palette == "last":  # the last id is best, another is close
         values[:, -1] = values.max(axis=1) + 0.2
+    elif palette == "near":  # this many nats below the best, or half, or a little more
+        gaps = [0, bound / 2, 0.98 * bound, 1.02 * bound + 0.01, 1.9 * bound, 2 * bound + 1, 5 * bound, np.inf]
+        values = -rng.choice(gaps, (count, vocab))
+        if count > 1 and rng.random() < 0.5:  # all tokens of a draft are within the bound, and the last one is beyond
+            values[:-2] = -rng.choice(gaps[:3], (count - 2, vocab))
+            values[-2] = -rng.choice(gaps[3:5], vocab)
+        values[:, -1] = 0.0
     return values.astype(np.float32)
 
 
-_PALETTES = ("normal", "normal", "grid", "narrow", "flat", "one-hot", "last", "wide")
-_TEMPERATURES = {
-    True: (0.0,),
-    False: (1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
-    None: (0.0, 1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
-}
-_DRAFTED = ("any", "right", "wrong at the end", "close")
-"""Any tokens; those of plain decoding; those but the last; or one of the three best of each row."""
-
-
 @st.composite
-def cases(draw: st.DrawFn, *, greedy: bool | None = None, depths: st.SearchStrategy[int] | None = None) -> Case:
+def cases(draw: st.DrawFn, *, greedy: bool | None = None, bound: float | None = None) -> Case:
     """Calls in which every row leaves a token allowed: the last one, which is never banned or impossible.
 
-    Texts, drafts and vocabularies are short and long, and all settings are tried.
+    Texts, drafts and vocabularies are short and long, and all settings are tried. ``bound``: half of the calls have
+    tokens about this many nats below the best.
     """
-    usual = st.one_of(st.integers(0, 3), st.sampled_from([0, 1, 2, 3, 6, 7, 8, 13, 15]))
-    depth, length = draw(depths if depths is not None else usual), draw(_lengths())
-    vocab = draw(st.sampled_from([VOCAB, VOCAB, VOCAB, 40, 2]))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows = _rows(rng, draw(st.sampled_from(_PALETTES)), depth + 1, vocab)
-    last = vocab - 1
+    depth, length, vocab = draw(_depths), draw(_lengths), draw(st.sampled_from([VOCAB, VOCAB, VOCAB, 40, 2]))
+    near = bound is not None and draw(st.booleans())
+    palette = "near" if near else draw(st.sampled_from(_PALETTES))
+    cycle = draw(st.one_of(st.integers(1, 99), st.sampled_from([999, 1000, 1001, 70_000])))
+    # hypothesis repeats parts of a case in others: with all of these in the seed, none has the same numbers
+    rng = np.random.default_rng([draw(strategies.seeds), depth, length, vocab, near, cycle])
+    rows, last = _rows(rng, palette, depth + 1, vocab, bound or 0.0), vocab - 1
     rows[np.isneginf(rows[:, last]), last] = -1.0
     sampling = draw(strategies.samplings(vocab, greedy=greedy))
+    if near and draw(st.booleans()):  # the settings drawn above move most tokens further away
+        scale = max(bound or 0.0, 1e-3)
+        biases = draw(st.dictionaries(st.integers(0, last), st.sampled_from([-0.3, -0.1, 0.1, 0.3, 2.0])))
+        sampling = Sampling(seed=sampling.seed, logit_bias={token: bias * scale for token, bias in biases.items()})
     sampling = attrs.evolve(
         sampling,
-        temperature=draw(st.sampled_from(_TEMPERATURES[greedy])),
+        temperature=draw(st.sampled_from((0.0, 0.0, 1.0) if near else _TEMPERATURES[greedy])),
         banned=tuple(token for token in sampling.banned if token != last),
         end_tokens=tuple(token for token in sampling.end_tokens if token != last),
         logprobs=draw(st.sampled_from([None, None, 0, 2])),
         processors=draw(st.sampled_from([(), (), (), (Alternates(),)])),
     )
     history = rng.integers(0, vocab, length).tolist()
-    cycle = draw(st.one_of(st.integers(1, 99), st.sampled_from([999, 1000, 1001, 70_000])))
-    generated_from = draw(st.one_of(st.just(0), st.integers(0, length)))
-    case = Case(rows, history, Draft(), sampling, generated_from, cycle)
-    return drafted(case, draw(st.sampled_from(_DRAFTED)), rng, depth, with_probs=draw(st.booleans()))
+    case = Case(rows, history, Draft(), sampling, draw(st.one_of(st.just(0), st.integers(0, length))), cycle)
+    return _drafted(case, "close" if near else draw(st.sampled_from(_DRAFTED)), rng, draw(st.booleans()))
 
 
-def drafted(case: Case, kind: str, rng: np.random.Generator, depth: int, *, with_probs: bool) -> Case:
+def _drafted(case: Case, kind: str, rng: np.random.Generator, with_probs: bool) -> Case:
     """The case with a draft of one kind; with ``probs``, in which every token has a positive probability."""
-    vocab = case.vocab
+    depth, vocab = len(case.rows) - 1, case.vocab
     for row in range(depth):
         token = int(rng.integers(vocab))
         if kind == "close":
             ranked = np.argsort(-case.rows[row], kind="stable")[:3]
             token = int(ranked[rng.integers(len(ranked))])
-        elif kind == "right" or (kind != "any" and row < depth - 1):
+        elif kind == "right" or (kind == "wrong at the end" and row < depth - 1):
             token = case.choices(row)[0]
         case = attrs.evolve(case, draft=Draft((*case.draft.tokens, token)))
     if not with_probs or not depth:
@@ -173,31 +172,6 @@ def drafted(case: Case, kind: str, rng: np.random.Generator, depth: int, *, with
     weights[np.arange(depth), list(case.draft.tokens)] += 1  # the token itself must be possible
     probs = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
     return attrs.evolve(case, draft=Draft(case.draft.tokens, probs))
-
-
-@st.composite
-def near_ties(draw: st.DrawFn, bound: float) -> Case:
-    """Greedy calls whose tokens are this many nats below the best, or half, or a little more; drafts are close."""
-    gaps = np.array([0, 0.5 * bound, 0.98 * bound, 1.02 * bound + 0.01, 1.9 * bound, 2 * bound + 1, 5 * bound, np.inf])
-    case, rng = draw(cases(greedy=True, depths=st.just(0))), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    depth = draw(st.one_of(st.integers(0, 3), st.sampled_from([7, 8, 13, 15])))
-    rows = -rng.choice(gaps, (depth + 1, case.vocab)).astype(np.float32)
-    rows[:, -1] = 0.0
-    case = attrs.evolve(case, rows=rows)
-    if draw(st.booleans()):  # the settings drawn above move most tokens further away
-        biases = draw(st.dictionaries(st.integers(0, case.vocab - 1), st.sampled_from([-0.3, -0.1, 0.1, 0.3, 2.0])))
-        biases = {token: bias * max(bound, 1e-3) for token, bias in biases.items()}
-        case = attrs.evolve(case, sampling=Sampling(logprobs=case.sampling.logprobs, logit_bias=biases))
-    return drafted(case, "close", rng, depth, with_probs=False)
-
-
-def with_accepted_draft(case: Case) -> Case:
-    """The same call with penalties, and a draft whose every token is the best one after those before it."""
-    case = attrs.evolve(case, sampling=attrs.evolve(case.sampling, presence_penalty=1.5, frequency_penalty=0.5))
-    for row in range(len(case.draft.tokens)):
-        best = int(case.distribution(row).argmax())
-        case = attrs.evolve(case, draft=Draft((*case.draft.tokens[:row], best, *case.draft.tokens[row + 1 :])))
-    return case
 
 
 def decide(verifier: Verifier, case: Case, logits: TableLogits | None = None) -> Verdict | None:
@@ -305,55 +279,50 @@ def tally_joint(
     return tally.ravel()
 
 
-# --- every position of a deep draft ----------------------------------------------------------------------------------
+# --- every position of drafts of every depth -------------------------------------------------------------------------
 
-_TARGET = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.35, 0.15, 0.5]])
-_OTHER = np.array([[0.1, 0.1, 0.8], [0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+_EVEN = np.array([np.roll([0.34, 0.26, 0.22, 0.18], shift) for shift in range(4)])
+_SURE = np.array([np.roll([0.97, 0.01, 0.01, 0.01], shift) for shift in range(4)])
 _RARE = np.tile([0.4, 0.4, *[0.02] * 5, *[0.01] * 10], (17, 1))
+_PAIRS = (("even", _EVEN, _SURE), ("rare tokens", _RARE, np.full((17, 17), 1 / 17)))
+"""Target and draft, the next token by the last one: the draft is sure of one token, or knows nothing of rare ones."""
+_FUNCTIONS = ("the draft's surplus", "the best token", "rare tokens")
 
 
-@attrs.frozen
-class Chain:
-    """A target and drafts of one length, to test the distribution of every position."""
+def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surplus | None:
+    """Drafts of 1 to 15 tokens that follow the target but at one position; None if the verifier refuses the sampling.
 
-    name: str
-    target: NDArray[np.float64]  # ``[V, V]``, the next token by the last one
-    draft: NDArray[np.float64]
-    depth: int
-
-    def expected(self, position: int) -> NDArray[np.float64]:
-        """The distribution of a token and the one after it, ``[V, V]``, from ``position`` after token 0."""
-        first: NDArray[np.float64] = np.linalg.matrix_power(self.target, position)[0]
-        return first[:, None] * self.target
-
-
-CHAINS = (
-    Chain("deep drafts", _TARGET, 0.85 * _TARGET + 0.15 * _OTHER, 10),  # mostly accepted
-    Chain("rare tokens", _RARE, np.full((17, 17), 1 / 17), 1),
-)
-
-
-def tally_chain(verifier: Verifier, chain: Chain, draws: Iterable[int], seed: int) -> NDArray[np.int64] | None:
-    """Counts ``[K + 1, V, V]`` of a token and the next by position; None if the verifier refuses the sampling."""
-    vocab, rest = len(chain.target), np.random.default_rng(seed)
-    logits = {name: np.log(getattr(chain, name)).astype(np.float32) for name in ("target", "draft")}
-    tally = np.zeros((chain.depth + 1, vocab, vocab), np.int64)
+    In a third of them there is no such position, so the bonus token is reached; in the others it is rather late.
+    """
+    rng, surplus = np.random.default_rng(seed), Surplus(_FUNCTIONS)
     for number in draws:
+        name, target, draft = _PAIRS[number % 8 == 7]
+        depth = 1 + number % 15
+        other = depth if rng.random() < 1 / 3 else int(rng.integers(depth, size=2).max())
         sampling = Sampling(temperature=1.0, seed=seed_of(seed, number))
         context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
         tokens, probs = [0], []
-        for _ in range(chain.depth):
-            token, row = draft_token(TableLogits(logits["draft"][tokens[-1]][None]), tokens[1:], context)
+        for row in range(depth):
+            logits = np.log((draft if row == other else target)[tokens[-1]])[None].astype(np.float32)
+            token, drawn_from = draft_token(TableLogits(logits), tokens[1:], context)
             tokens.append(token)
-            probs += [] if row is None else [row]
-        draft = Draft(tuple(tokens[1:]), np.stack(probs) if probs else None)
+            probs += [] if drawn_from is None else [drawn_from]
+        drafted = Draft(tuple(tokens[1:]), np.stack(probs) if probs else None)
         try:
-            verdict = verifier.verify(draft, TableLogits(logits["target"][tokens]), context)
+            verdict = verifier.verify(drafted, TableLogits(np.log(target[tokens]).astype(np.float32)), context)
         except UnsupportedError:
             return None
         tokens = [*tokens[: verdict.accepted + 1], int(verdict.next_token)]
-        while len(tokens) < chain.depth + 2:
-            tokens.append(int(rest.choice(vocab, p=chain.target[tokens[-1]])))
-        for position in range(chain.depth + 1):
-            tally[position, tokens[position], tokens[position + 1]] += 1
-    return tally
+        while len(tokens) < depth + 2:  # the rest comes from the target
+            tokens.append(int(rng.choice(len(target), p=target[tokens[-1]])))
+        for row in {other, depth, 0}:
+            before, token = tokens[row : row + 2]
+            law, ids = target[before], np.arange(len(target))
+            values = np.stack([np.log(draft[before] / law), ids == law.argmax(), law < 0.03])
+            groups = [f"{name}, every position", f"{name}, position {row}"]
+            if row == other:
+                kind = "bonus tokens" if row == depth else "other positions"
+                groups += [f"{name}, {kind}", f"{kind} of {depth} drafted tokens"]
+                groups += [f"{kind} from {least} on" for least in (1, 5, 8) if row >= least]
+            surplus.add(groups, token, law, values)
+    return surplus

@@ -1,20 +1,23 @@
-"""Checks of logits processors: clauses L1 to L7."""
+"""Checks of logits processors: clauses L1 to L7.
+
+One driver asks a processor for rows as a generation does, and compares its answers with those of a new processor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import Context, LogitsProcessor, ProcessorEnv
+from specdec.contract import Context, ProcessorEnv
 from specdec.errors import SpecdecError
 from specdec.testing.byte_tokenizer import byte_tokenizer
-from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable, own_generators
+from specdec.testing.checks import Faults, Run, checks_of, not_applicable, own_generators
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import LogitsProcessorSubject
 
@@ -66,11 +69,9 @@ ENVIRONMENTS = ((257, 3, LONG), (40, 1, 60), (257, 60, 200), (5, 9, 30), (1, 2, 
 """Vocabulary, where generation starts, and the most tokens after that."""
 
 
-def _drawn(
-    subject: LogitsProcessorSubject, run: Run, body: Callable[[ProcessorEnv, list[_Row]], None], examples: int = 10
-) -> None:
-    """Call ``body`` with environments that the processor takes, and rows that shrink by their number."""
-    environments, refusal = [], ""
+def _environments(subject: LogitsProcessorSubject) -> list[tuple[ProcessorEnv, int]]:
+    """The environments that the processor takes, and the longest history of each."""
+    taken, refusal = [], ""
     for vocab, start, longest in ENVIRONMENTS:
         ends = (vocab - 1,) if vocab > 1 else ()
         env = ProcessorEnv(tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
@@ -79,176 +80,118 @@ def _drawn(
         except SpecdecError as error:
             refusal = error.message
         else:
-            environments.append((env, start + longest))
-    if not environments:
+            taken.append((env, start + longest))
+    if not taken:
         not_applicable(f"it takes no environment of the kit: {refusal}")
-
-    def cases(number: int, seed: int, rows: int) -> None:
-        env, longest = environments[number]
-        body(env, _rows(seed, env, rows, longest))
-
-    numbers = st.integers(0, len(environments) - 1)
-    run.explore(cases, examples=examples, number=numbers, seed=seeds, rows=lengths(ROWS))
+    return taken
 
 
-def _ask(processor: LogitsProcessor, row: _Row) -> tuple[Float32, int]:
-    """Both answers, to copies of the arguments; the engine asks ``legal`` with its context."""
-    answer = processor.process(row.logits.copy(), list(row.history))
-    return np.array(answer, copy=True), processor.legal(row.draft, Context(list(row.history)))
+class _Asked:
+    """Asks a processor, and looks at what it answers and whether it leaves alone what it is given."""
+
+    def __init__(self, subject: LogitsProcessorSubject, env: ProcessorEnv, faults: Faults) -> None:
+        self.processor, self.env, self.faults = subject.make(env), env, faults
+        self.latest: list[tuple[Any, Float32, list[int]]] = []  # answers, copies of them, and their histories
+
+    def process(self, logits: Float32, history: Sequence[int]) -> Float32:
+        tokens, before, note = list(history), logits.copy(), self.faults.note
+        answer: Any = self.processor.process(logits, history)
+        self.faults.note_equal("L3", logits, before, "the logits were changed", history=tokens)
+        self.faults.note_equal("L3", list(history), tokens, "the history was changed", history=tokens)
+        note("L1", isinstance(answer, np.ndarray), "process returns no array", got=answer, history=tokens)
+        answer = np.asarray(answer)
+        form, expected = (answer.shape, str(answer.dtype)), ((self.env.vocab_size,), "float32")
+        note("L1", form == expected, "process returns another shape or dtype", got=form, expected=expected)
+        note("L1", bool((answer < np.inf).all()), "a logit is NaN or infinite", got=answer, history=tokens)
+        for former, copied, where in self.latest:
+            same = np.array_equal(former, copied)
+            note("L6", same, "a later call changed an answer that was handed over", history=where, later=tokens)
+        self.latest = [*self.latest[-2:], (answer, np.array(answer, copy=True), tokens)]
+        return self.latest[-1][1]
+
+    def legal(self, row: _Row) -> int:
+        history, note, draft = list(row.history), self.faults.note, row.draft
+        count: Any = self.processor.legal(draft, history)
+        case = {"history": row.history, "draft": draft}
+        note("L3", history == row.history, "legal changed the history", **case)
+        kind = f"{count!r} of type {type(count).__name__}"
+        note("L5", type(count) is int, "legal does not return a plain int", got=kind, **case)
+        note("L5", 0 <= count <= len(draft), "legal is outside the draft", got=count, **case)
+        if 0 <= count < len(draft):
+            answer = self.processor.process(row.logits.copy(), [*row.history, *draft[:count]])
+            what = f"legal cuts token {draft[count]}, which process allows"
+            note("L5", answer[draft[count]] == -np.inf, what, got=count, **case)
+        return int(count)
+
+    def forced(self, history: list[int]) -> None:
+        given, again = self.processor.forced(list(history)), self.processor.forced(list(history))
+        note, case = self.faults.note, {"history": history, "forced": given}
+        note("L7", isinstance(given, list | tuple), "forced returns no list of tokens", **case)
+        note("L7", list(again) == list(given), "forced gives other tokens when asked again", got=again, **case)
+        for count, token in enumerate(given):
+            inside = type(token) is int and 0 <= token < self.env.vocab_size
+            note("L7", inside, "forced gives what is no plain int inside the vocabulary", got=token, **case)
+            if inside:
+                zeros = np.zeros(self.env.vocab_size, np.float32)
+                allowed = self.processor.process(zeros, [*history, *given[:count]])[token] > -np.inf
+                note("L7", bool(allowed), "forced gives a token that process forbids there", got=token, **case)
 
 
-@check("L1")
-def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
-    """``process`` returns float32 ``[V]`` without NaN or infinity above, also for logits with ``-inf`` in them."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        processor = subject.make(env)
-        for number, row in enumerate(rows):
+def _processors(subject: LogitsProcessorSubject, number: int, seed: int, rows: int) -> Faults:
+    """Drive a processor through the rows of a generation, beside another sequence."""
+    env, longest = (taken := _environments(subject))[number % len(taken)]
+    faults, drawn = Faults(), _rows(seed, env, rows, longest)
+    other_env = attrs.evolve(env, generated_from=env.generated_from + 2)
+    walked, other = _Asked(subject, env, faults), _Asked(subject, other_env, Faults())
+    others = _rows(len(drawn), other_env, 20, env.generated_from + LONG)
+    chosen: list[int] | None = drawn[0].history[: env.generated_from]  # a text that its own masks allow
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        for place, row in enumerate(drawn):
+            other.process(others[place % len(others)].logits.copy(), others[place % len(others)].history.copy())
             masked = row.logits.copy()
-            masked[number % env.vocab_size] = -np.inf
-            for logits in (row.logits, masked) if env.vocab_size > 1 else (row.logits,):
-                history: Sequence[int] = row.history.copy()
-                if number % 3:  # the engine has other sequences too
-                    history = tuple(history) if number % 3 == 1 else Context(row.history.copy())
-                answer: object = processor.process(logits.copy(), history)
-                case: dict[str, object] = {"history": row.history, "masked": logits is masked}
-                expect(isinstance(answer, np.ndarray), "process returns no array", got=answer, **case)
-                assert isinstance(answer, np.ndarray)
-                expect_equal(answer.shape, (env.vocab_size,), "process returns another shape", **case)
-                expect_equal(answer.dtype, np.dtype(np.float32), "process returns another dtype", **case)
-                expect(bool((answer < np.inf).all()), "a logit is NaN or infinite", got=answer, **case)
-
-    _drawn(subject, run, body)
-
-
-@check("L2", early=True)
-def arguments_alone(subject: LogitsProcessorSubject, run: Run) -> None:
-    """An answer depends on the arguments alone: on no earlier call, other sequence or random generator."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        walked = subject.make(env)
-        other_env = attrs.evolve(env, generated_from=env.generated_from + 2)
-        other = subject.make(other_env)
-        others = _rows(len(rows), other_env, 20, env.generated_from + LONG)
-        for number, row in enumerate(rows):
-            _ask(other, others[number % len(others)])
-            case: dict[str, object] = {"history": row.history, "row": number}
-            with contextlib.nullcontext() if number % 16 else own_generators(number):
-                got, legal = _ask(walked, row)
-            fresh, fresh_legal = _ask(subject.make(env), row)
-            what = "the answer is not that of a new processor that is asked for this row alone"
-            expect_equal(got, fresh, what, **case)
-            expect_equal(legal, fresh_legal, f"{what}: legal", **case)
-            again, again_legal = _ask(walked, row)
-            expect_equal(again, fresh, "asked again, it answers differently", **case)
-            expect_equal(again_legal, fresh_legal, "asked again, legal answers differently", **case)
-
-    _drawn(subject, run, body)
-
-
-@check("L3")
-def arguments_unchanged(subject: LogitsProcessorSubject, run: Run) -> None:
-    """A processor changes neither the logits nor the history and the draft that it is given, and prints nothing."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        processor = subject.make(env)
-        for row in rows:
-            for legal in (False, True):
-                logits, history, draft = row.logits.copy(), list(row.history), list(row.draft)
-                printed = io.StringIO()
-                with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                    if legal:
-                        processor.legal(tuple(draft), history)
-                    else:
-                        processor.process(logits, history)
-                expect_equal(logits, row.logits, "the logits were changed", history=row.history)
-                expect_equal(history, row.history, "the history was changed", history=row.history, draft=row.draft)
-                expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
-
-    _drawn(subject, run, body)
-
-
-@check("L4")
-def something_allowed(subject: LogitsProcessorSubject, run: Run) -> None:
-    """At least one token stays allowed, after every history that its own masks allow."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        processor = subject.make(env)
-        history = rows[0].history[: env.generated_from]
-        for row in [*rows, *rows]:
-            answer = processor.process(row.logits.copy(), list(history))
-            allowed = np.flatnonzero(np.asarray(answer) > -np.inf)
-            expect(len(allowed), "every token is forbidden", history=history)
-            further = np.setdiff1d(allowed, env.end_tokens)
-            if not len(further):
+            masked[place % env.vocab_size] = -np.inf
+            history: Sequence[int] = row.history.copy()
+            if place % 3:  # the engine has other sequences too
+                history = tuple(history) if place % 3 == 1 else Context(row.history.copy())
+            fresh, what = _Asked(subject, env, faults), "the answer is not that of a new processor for this row alone"
+            expected, legal = fresh.process(row.logits.copy(), list(row.history)), fresh.legal(row)
+            with faults.of("L2"), own_generators(place) if place % 16 == 0 else contextlib.nullcontext():
+                for logits in (row.logits, masked, row.logits) if env.vocab_size > 1 else (row.logits, row.logits):
+                    got = walked.process(logits.copy(), history)
+                    if logits is row.logits:
+                        faults.note_equal("L2", got, expected, what, history=row.history, row=place)
+                    faults.note_equal("L2", walked.legal(row), legal, f"{what}: legal", history=row.history, row=place)
+            if chosen is not None:
+                walked.forced(chosen)
+                allowed = np.flatnonzero(walked.process(row.logits.copy(), list(chosen)) > -np.inf)
+                faults.note("L4", len(allowed), "every token is forbidden", history=chosen)
+                further = np.setdiff1d(allowed, env.end_tokens)
+                token = [int(further[int(abs(row.logits[0]) * 1000) % len(further)])] if len(further) else None
+                chosen = None if token is None else [*chosen, *token]
+            if "L1" in faults:
                 break
-            history.append(int(further[int(row.logits[0] * 1000) % len(further)]))
-
-    _drawn(subject, run, body)
-
-
-@check("L5")
-def legal_counts(subject: LogitsProcessorSubject, run: Run) -> None:
-    """``legal`` returns a plain int, at most the draft's length, and cuts only what ``process`` forbids."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        processor = subject.make(env)
-        for row in rows:
-            count: object = processor.legal(row.draft, Context(list(row.history)))
-            case = {"history": row.history, "draft": row.draft}
-            kind = f"{count!r} of type {type(count).__name__}"
-            expect(type(count) is int, "legal does not return a plain int", got=kind, **case)
-            assert isinstance(count, int)
-            expect(0 <= count <= len(row.draft), "legal is outside the draft", got=count, **case)
-            if count < len(row.draft):
-                answer = processor.process(row.logits.copy(), [*row.history, *row.draft[:count]])
-                token = row.draft[count]
-                expect(answer[token] == -np.inf, f"legal cuts token {token}, which process allows", got=count, **case)
-
-    _drawn(subject, run, body)
+    faults.note("L3", not printed.getvalue(), "something was printed", got=printed.getvalue())
+    return faults
 
 
-@check("L6")
-def answers_stay(subject: LogitsProcessorSubject, run: Run) -> None:
-    """An answer belongs to its receiver: later calls leave it as it was."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        processor = subject.make(env)
-        answers: list[tuple[Float32, Float32, _Row]] = []
-        for row in rows:
-            answer = processor.process(row.logits.copy(), list(row.history))
-            answers = [*answers[-3:], (answer, np.array(answer, copy=True), row)]
-            for former, copy, asked in answers[:-1]:
-                what = "a later call changed an answer that was handed over"
-                expect_equal(former, copy, what, history=asked.history, later=row.history)
-
-    _drawn(subject, run, body)
+def _drive(subject: LogitsProcessorSubject, run: Run, clause: str) -> None:
+    numbers = st.integers(0, len(ENVIRONMENTS) - 1)
+    run.drive(subject, clause, _processors, examples=16, number=numbers, seed=seeds, rows=lengths(ROWS))
 
 
-@check("L7")
-def forced_spelling(subject: LogitsProcessorSubject, run: Run) -> None:
-    """``forced`` gives ids of the vocabulary, the same again, and ``process`` allows each after those before it."""
-
-    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
-        processor = subject.make(env)
-        history = rows[0].history[: env.generated_from]
-        for row in rows:
-            given: object = processor.forced(list(history))
-            expect(isinstance(given, list | tuple), "forced returns no list of tokens", got=given, history=history)
-            assert isinstance(given, list | tuple)
-            again = processor.forced(list(history))
-            expect_equal(list(again), list(given), "forced gives other tokens when asked again", history=history)
-            for count, token in enumerate(given):
-                case = {"history": history, "forced": list(given), "token": token}
-                expect(type(token) is int, "forced gives a token that is no plain int", **case)
-                expect(0 <= token < env.vocab_size, "forced gives a token outside the vocabulary", **case)
-                answer = processor.process(np.zeros(env.vocab_size, np.float32), [*history, *given[:count]])
-                expect(bool(answer[token] > -np.inf), "forced gives a token that process forbids there", **case)
-            answer = processor.process(row.logits.copy(), list(history))
-            allowed = np.flatnonzero(np.asarray(answer) > -np.inf)
-            token = int(allowed[int(row.logits[0] * 1000) % len(allowed)]) if len(allowed) else -1
-            if token < 0 or token in env.end_tokens:  # L4 says whether a token must be left
-                break
-            history.append(token)
-
-    _drawn(subject, run, body)
+checks_of(
+    _drive,
+    {
+        "L1": "``process`` returns float32 ``[V]`` without NaN or infinity above, also for logits with ``-inf`` in "
+        "them.",
+        "L2": "An answer depends on the arguments alone: on no earlier call, other sequence or random generator.",
+        "L3": "A processor changes neither the logits nor the history and the draft that it is given, and prints "
+        "nothing.",
+        "L4": "At least one token stays allowed, after every history that its own masks allow.",
+        "L5": "``legal`` returns a plain int, at most the draft's length, and cuts only what ``process`` forbids.",
+        "L6": "An answer belongs to its receiver: later calls leave it as it was.",
+        "L7": "``forced`` gives ids of the vocabulary, the same again, and ``process`` allows each after those before "
+        "it.",
+    },
+)

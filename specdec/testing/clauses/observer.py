@@ -5,15 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import io
-from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
 
 import attrs
 import numpy as np
 
 from specdec.contract import CycleRecord
-from specdec.testing.checks import Run, check, expect, own_generators
+from specdec.testing.checks import Broken, Faults, Run, check, checks_of, expect, own_generators
 from specdec.testing.memory import growth
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import OBSERVES, ObserverSubject
@@ -44,48 +42,38 @@ def _records(seed: int, count: int) -> list[CycleRecord]:
     return records
 
 
-def _see(subject: ObserverSubject, records: Sequence[CycleRecord]) -> Any:
-    observer = subject.make()
-    for record in records:
-        getattr(observer, OBSERVES)(record=record)
-    return observer
+def _observers(subject: ObserverSubject, length: int, seed: int) -> Faults:
+    """Show records to an observer, the last of them from several threads in turn."""
+    faults, observer, records = Faults(), subject.make(), _records(seed, length)
+    see, printed = getattr(observer, OBSERVES), io.StringIO()
+    with faults.of("S2"), own_generators(1), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        for record in records:
+            see(record=record)
+    faults.note("S3", not printed.getvalue(), "something was printed", got=printed.getvalue())
+    see = getattr(subject.make(), OBSERVES)
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(3)]
+        for number, record in enumerate(records[:40]):
+            try:
+                pools[number % 3].submit(see, record=record).result()
+            except Exception as error:  # noqa: BLE001  (whatever an observer raises)
+                faults.setdefault("S6", Broken.by(error, {"thread": number % 3}))
+    return faults
 
 
-def _drawn(run: Run, body: Callable[[list[CycleRecord]], object], most: int = LONG, examples: int = 5) -> None:
-    def on_drawn_records(length: int, seed: int) -> None:
-        body(_records(seed, length))
-
-    run.explore(on_drawn_records, examples=examples, length=lengths(most), seed=seeds)
+def _drive(subject: ObserverSubject, run: Run, clause: str) -> None:
+    run.drive(subject, clause, _observers, examples=8, length=lengths(LONG), seed=seeds)
 
 
-@check("S1")
-def every_record(subject: ObserverSubject, run: Run) -> None:
-    """Every record is taken: of any sequence, at any position, without a draft, of zero seconds."""
-    _drawn(run, lambda records: _see(subject, records))
-
-
-@check("S2")
-def nothing_moved(subject: ObserverSubject, run: Run) -> None:
-    """An observer moves no global random generator."""
-
-    def body(records: list[CycleRecord]) -> None:
-        with own_generators(1):
-            _see(subject, records)
-
-    _drawn(run, body, 300, 3)
-
-
-@check("S3")
-def says_nothing(subject: ObserverSubject, run: Run) -> None:
-    """An observer prints nothing: standard output belongs to the calling program."""
-
-    def body(records: list[CycleRecord]) -> None:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            _see(subject, records)
-        expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
-
-    _drawn(run, body, 300, 3)
+checks_of(
+    _drive,
+    {
+        "S1": "Every record is taken: of any sequence, at any position, without a draft, of zero seconds.",
+        "S2": "An observer moves no global random generator.",
+        "S3": "An observer prints nothing: standard output belongs to the calling program.",
+        "S6": "Records come from any thread of the program, and from several in turn.",
+    },
+)
 
 
 @check("S4")
@@ -115,17 +103,3 @@ def quick(subject: ObserverSubject, run: Run) -> None:
             fastest[number] = min(fastest[number], perf_counter() - began)
     at = int(fastest.argmax())
     expect(fastest[at] <= SLOW, "a record takes long, each time", got=f"{fastest[at]:.3f} s", record=at)
-
-
-@check("S6")
-def any_thread(subject: ObserverSubject, run: Run) -> None:
-    """Records come from any thread of the program, and from several in turn."""
-
-    def body(records: list[CycleRecord]) -> None:
-        observer = subject.make()
-        with contextlib.ExitStack() as stack:
-            pools = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(3)]
-            for number, record in enumerate(records):
-                pools[number % 3].submit(getattr(observer, OBSERVES), record=record).result()
-
-    _drawn(run, body, 40, 3)

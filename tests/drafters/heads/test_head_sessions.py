@@ -91,7 +91,7 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
         story=st.lists(steps, min_size=1, max_size=6),
     )
     def check(prompt: list[int], chunk: int, story: list[tuple[str, Any, Any, Any]]) -> None:
-        played = ScriptedSession.start(subject, model=target, sealed=True)
+        played = ScriptedSession.start(subject, model=target)
         played.feed(prompt, chunk)
         for what, first, second, third in story:
             if what == "cycle":

@@ -331,6 +331,44 @@ class KnowsOnlyWhatItWasShown(Honest):
         return super().propose(context, depth) if self.seen >= len(context) - 1 else EMPTY_DRAFT
 
 
+class KeepsProvisionalTokens(NgramDrafter):
+    """Takes its own draft for committed until the next cycle; a snapshot in between has tokens that were rejected."""
+
+    def __init__(self, env) -> None:
+        super().__init__(NgramConfig(), env)
+        self.drafted = ()
+        self.saved = [] if env.saved is None else env.saved.arrays["tokens"].tolist()
+
+    def propose(self, context, depth):
+        tokens = [*self.saved, *context[len(self.saved) :]]
+        self.saved = []
+        draft = super().propose(Context(tokens, context.sampling), depth)
+        self.drafted = draft.tokens
+        return draft
+
+    def snapshot(self, context):
+        return DrafterSnapshot({"tokens": np.array([*context, *self.drafted])})
+
+
+class NoiseWithoutCycle(Honest):
+    """Draws a position with the same number in every cycle."""
+
+    def token(self, context, position, probs):
+        u = uniforms(context.sampling.seed, position, self.purpose, np.zeros(1, np.int64), 0)[0]
+        return draw(probs.astype(np.float64), float(u))
+
+
+class OwnGenerator(Honest):
+    """Draws from a generator that its constructor seeds."""
+
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.rng = np.random.default_rng(0)
+
+    def token(self, context, position, probs):
+        return draw(probs.astype(np.float64), float(self.rng.random()))
+
+
 BROKEN = {
     ListOfTokens: "D1",
     TooLong: "D1",
@@ -352,7 +390,7 @@ BROKEN = {
     SharedBetweenSequences: "D15",
     Talks: "D16",
     SavesItsLivingArray: "D17",
-    NeedsItsSnapshot: "D17",
+    NeedsItsSnapshot: "D8",
     SavesAFloat: "D17",
     ReportsARateOfNothing: "D18",
     ReportsNumpyNumbers: "D18",
@@ -361,6 +399,9 @@ BROKEN = {
     StartsOverAfterAReport: "D18",
     ReusesItsBuffer: "D19",
     KeepsOutputs: "D20",
+    KeepsProvisionalTokens: "D17",
+    NoiseWithoutCycle: "D14",
+    OwnGenerator: "D6",
     NeverAgain: "D22",
     KnowsOnlyWhatItWasShown: "D22",
 }

@@ -98,6 +98,19 @@ class KeepsRecords(DepthPolicy):
         self.records.append(cycle)
 
 
+class CountsToSixteen(DepthPolicy):
+    """Its table of accepted tokens ends at sixteen, and passes may have more rows."""
+
+    def __init__(self):
+        self.accepted = [0] * 17
+
+    def next_depth(self, stats):
+        return 64
+
+    def record(self, cycle):
+        self.accepted[cycle.accepted] += 1
+
+
 BROKEN = {
     Truth: "P1",
     Negative: "P1",
@@ -110,4 +123,5 @@ BROKEN = {
     Explains: "P8",
     Random: "P6",
     KeepsRecords: "P10",
+    CountsToSixteen: "P3",
 }

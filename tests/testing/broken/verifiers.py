@@ -53,8 +53,9 @@ class AcceptsTheImpossible(StrictVerifier):
         return verdict
 
 
-def _after(context, tokens):
-    return Context([*context, *tokens], context.sampling, generated_from=context.generated_from, cycle=context.cycle)
+def _after(context, tokens, cycle=None):
+    where = {"generated_from": context.generated_from, "draft_noise": context.draft_noise}
+    return Context([*context, *tokens], context.sampling, cycle=context.cycle if cycle is None else cycle, **where)
 
 
 class ResamplesFromTheTarget(Ratio):
@@ -188,6 +189,74 @@ class WritesIntoTheRows(StrictVerifier):
         return super().verify(draft, logits, context)
 
 
+class WrongAtEleven(StrictVerifier):
+    """Loses the last token of drafts of eleven tokens."""
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        return attrs.evolve(verdict, next_token=0) if len(draft.tokens) == verdict.accepted == 11 else verdict
+
+
+class GreedyBonusAtEleven(Ratio):
+    """After eleven accepted tokens the bonus token is the best one, whatever the temperature."""
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        if verdict.accepted == len(draft.tokens) == 11:
+            return attrs.evolve(verdict, next_token=Rows(logits, draft.tokens, context).argmax(verdict.accepted))
+        return verdict
+
+
+class WideWhenSampled(MarginVerifier):
+    """Bounded as long as it decodes greedily; above temperature 0 it accepts three times as much."""
+
+    def __init__(self) -> None:
+        super().__init__(MarginConfig(margin=0.6))
+
+    def verify(self, draft, logits, context):
+        sampled = context.sampling.temperature > 0
+        verifier = MarginVerifier(MarginConfig(margin=1.8 if sampled else 0.6))
+        sampling = attrs.evolve(context.sampling, temperature=0.0)
+        where = {"generated_from": context.generated_from, "cycle": context.cycle}
+        return verifier.verify(draft, logits, Context(list(context), sampling, **where))
+
+
+class ResamplesLater(ResamplesFromTheTarget):
+    """The residual is left out from the sixth position on."""
+
+    least = 5
+
+    def verify(self, draft, logits, context):
+        right = Ratio().verify(draft, logits, context)
+        return super().verify(draft, logits, context) if right.accepted >= self.least else right
+
+
+class ResamplesFromTheSecond(ResamplesLater):
+    least = 1
+
+
+class OwnGenerator(Ratio):
+    """Draws the bonus token from a generator that its constructor seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        if verdict.accepted < len(draft.tokens) or context.sampling.temperature == 0:
+            return verdict
+        probs = Rows(logits, draft.tokens, context).distribution(verdict.accepted)
+        return attrs.evolve(verdict, next_token=int(self.rng.choice(len(probs), p=probs)))
+
+
+class NoiseWithoutCycle(Ratio):
+    """Each position is decided with the same noise in every cycle."""
+
+    def verify(self, draft, logits, context):
+        return super().verify(draft, logits, _after(context, (), cycle=0))
+
+
 BROKEN = {
     NumpyTokens: "V1",
     TakesAnyRows: "V2",
@@ -206,4 +275,11 @@ BROKEN = {
     HalfTheSeed: "V14",
     KeepsLogits: "V16",
     WritesIntoTheRows: "V8",
+    WrongAtEleven: "V6",
+    GreedyBonusAtEleven: "V5",
+    WideWhenSampled: "V7",
+    ResamplesLater: "V5",
+    ResamplesFromTheSecond: "V5",
+    OwnGenerator: "V8",
+    NoiseWithoutCycle: "V14",
 }
