@@ -297,8 +297,10 @@ def _compare(
     settings = attrs.asdict(with_seed(config.generation), recurse=False)
     request = Request(**{name: settings[name] for name in _REQUEST if settings[name] is not None})
     with output.progress("asking", then="requests", silent=as_json) as advance:
-        how = {"tolerance": tolerance, "batch": options["batch"] or 1, "progress": advance}
-        comparison = Comparison(plain, speculative, prompts, request, **how)
+        batch = options["batch"] or 1
+        comparison = Comparison(
+            plain, speculative, prompts, request, tolerance=tolerance, batch=batch, progress=advance
+        )
         with interruptible(comparison):
             report = comparison.run()
     if report.done and not report.tokens and not report.divergences:

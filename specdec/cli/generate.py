@@ -196,13 +196,13 @@ def _compared(
     more = f" and {output.count(rounds - 1, 'more speculative run')}" if rounds > 1 else ""
     click.echo(f"comparing: {output.count(rounds, 'plain run')}{more} of {count}", err=True)
     other, seed = plain(lm), result.generation.seed
+    settings["seed"] = seed
     speeds: dict[str, list[float]] = {"speculative": [result.stats.tokens_per_second], "plain": []}
     same = True
     with output.progress("comparing", then="runs") as advance:
         for done in range(rounds):
             if done:
-                again = lm.generate(prompt, **{**settings, "seed": seed})
-                speeds["speculative"].append(again.stats.tokens_per_second)
+                speeds["speculative"].append(lm.generate(prompt, **settings).stats.tokens_per_second)
             again = other.generate(prompt, seed=seed)
             speeds["plain"].append(again.stats.tokens_per_second)
             same = same and again.tokens == result.tokens

@@ -213,9 +213,9 @@ class Engine:
 
     def _generate(self, turn: Turn, prepared: Prepared) -> None:
         began = perf_counter()
-        session = self._sessions.take(prepared.prompt, prepared.depth)
+        session = self._sessions.take(prepared.prompt)
         session.set_prompt(prepared.prompt)
-        stream = session.stream(**prepared.settings)
+        stream = session.stream(prediction=prepared.prediction or None, depth=prepared.depth, **prepared.settings)
         cycles: list[CycleRecord] = []
         if turn.cycles:
             stream.on_cycle = cycles.append
@@ -244,7 +244,7 @@ class Engine:
         send_piece()
         ended = perf_counter()
         self._seconds += 0.2 * (ended - began - self._seconds)
-        self._sessions.keep(session, len(prepared.prompt), prepared.depth)
+        self._sessions.keep(session, len(prepared.prompt))
         queued, took = began - turn.started, ended - turn.started
         self._metrics.generated(result, queued=queued, first=(first or ended) - turn.started, took=took)
         self._metrics.kept(len(self._sessions), self._sessions.size)

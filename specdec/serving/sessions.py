@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from specdec.config import Choice
 from specdec.contract import Guarantee, Parity
-from specdec.decoding.parts import DepthPart, Parts
+from specdec.decoding.parts import Parts
 from specdec.decoding.session import Session
 from specdec.text import common_prefix
 
@@ -18,7 +17,6 @@ class _Kept:
     session: Session
     tokens: tuple[int, ...]
     prompt: int  # how many of them were its last prompt
-    depth: int | None
     size: int  # bytes
 
 
@@ -42,10 +40,8 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, prompt: list[int], depth: int | None = None) -> Session:
+    def take(self, prompt: list[int]) -> Session:
         """A session that holds the beginning of ``prompt``, or an empty one. It is the caller's until ``keep``.
-
-        It drafts ``depth`` tokens ahead; None for the configured policy.
 
         A session is taken if at least half of its last prompt is used again: the rest is lost to its own
         conversation. Its answer does not count, because a template may drop the thinking in it.
@@ -53,25 +49,24 @@ class Sessions:
         best, shared = None, 0
         for kept in self._kept:
             common = common_prefix(kept.tokens, prompt)
-            if kept.depth == depth and common > shared and 2 * common >= kept.prompt:
+            if common > shared and 2 * common >= kept.prompt:
                 best, shared = kept, common
         if best is None:
-            fixed = None if depth is None else DepthPart.of(Choice("fixed", {"depth": depth}))
-            return Session(self._lm if fixed is None else attrs.evolve(self._lm, depth=fixed))
+            return Session(self._lm)
         self._drop(best)
         return best.session
 
-    def keep(self, session: Session, prompt: int, depth: int | None = None) -> None:
-        """Keep a session with the length of its last prompt, and the depth with which it was taken.
+    def keep(self, session: Session, prompt: int) -> None:
+        """Keep a session with the length of its last prompt; the least recently used ones make room.
 
-        The least recently used ones make room. One that is too large for the bound is dropped.
+        One that is too large for the bound is dropped.
         """
         size = session.sequence.state.nbytes()
         if size > self._most_bytes:
             return
         while self._kept and (self.size + size > self._most_bytes or len(self._kept) >= MOST_SESSIONS):
             self._drop(self._kept[0])
-        self._kept.append(_Kept(session, session.tokens, prompt, depth, size))
+        self._kept.append(_Kept(session, session.tokens, prompt, size))
         self.size += size
 
     def _drop(self, kept: _Kept) -> None:
