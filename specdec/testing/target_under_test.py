@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,8 @@ class TargetUnderTest:
         layers = self.info.layers
         boundaries = tuple(sorted({0, (layers + 1) // 2, layers})) if layers else ()
         self.hidden = Needs(final_hidden=self.info.gives_hidden, boundaries=boundaries)
-        self._plain: list[dict[str, Float32]] = []
+        self._plain: dict[str, Float32] = {}
+        self._known = 0  # rows of each
         self._reference: State | None = None
 
     def _drawn(self, count: int) -> list[int]:
@@ -78,16 +80,28 @@ class TargetUnderTest:
         hidden = [self.hidden, *single[:2], last] if self.hidden.hidden else []
         return [NO_NEEDS, *hidden, *([MTP] if self.info.mtp_layers else [])]
 
-    def plain(self, position: int, name: str = "logits") -> Float32:
-        """The logits ``[V]`` after the token of the text at ``position``, or its hidden states, by plain decoding."""
-        if self._reference is None:
-            self._reference = self.state(self.capacity, self.hidden)
-        while len(self._plain) <= position:
-            output = self.model.decode(self._reference, [self.text[len(self._plain)]])
+    def plain(self, first: int, count: int = 1, name: str = "logits") -> Float32:
+        """The logits ``[T, V]`` after the tokens of the text from ``first`` on, or hidden states, by plain decoding."""
+        while self._known < first + count:
+            if self._reference is None:
+                self._reference = self.state(needs=self.hidden)
+            output = self.model.decode(self._reference, self.text[self._known : self._known + 1])
             parts: dict[str, Logits | Hidden] = {"logits": output.need_logits(), **hidden_by_name(output)}
-            self._plain.append({key: part.rows()[0].copy() for key, part in parts.items()})
+            for key, part in parts.items():
+                row = part.rows()
+                self._plain.setdefault(key, np.empty((self.length + 1, row.shape[1]), np.float32))[self._known] = row
             self.model.commit(self._reference, 1)
-        return self._plain[position][name]
+            self._known += 1
+        return self._plain[name][first : first + count]
+
+    def expect_plain(
+        self, got: Float32, first: int, what: str, *, name: str = "logits", exact: bool = True, **case: object
+    ) -> None:
+        """Raises: Broken unless these rows are those of plain decoding from position ``first`` on."""
+        truth = self.plain(first, len(got), name)
+        if not np.array_equal(got, truth):
+            for row, (values, expected) in enumerate(zip(got, truth, strict=True)):
+                self.expect_close(values, expected, what, exact=exact, position=first + row, **case)
 
     def state(self, capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
         """An empty state."""
@@ -129,7 +143,7 @@ class TargetUnderTest:
         at = state.length
         if at < state.capacity:
             logits = self.model.decode(state, self.text[at : at + 1]).need_logits().rows()
-            self.expect_close(logits[0], self.plain(at), what, tokens_before=at, **case)
+            self.expect_plain(logits, at, what, **case)
             self.model.commit(state, 0)
 
     def expect_close(self, got: Float32, truth: Float32, what: str, *, exact: bool = True, **case: object) -> None:
@@ -144,6 +158,16 @@ class TargetUnderTest:
             with np.errstate(invalid="ignore"):
                 off = float(np.nanmax(np.abs(got.astype(np.float64) - truth)))
             raise Broken(what, got=got[:6], expected=truth[:6], largest_difference=f"{off:.3g}", **case)
+
+
+_KNOWN: weakref.WeakKeyDictionary[ForwardPassSubject, TargetUnderTest] = weakref.WeakKeyDictionary()
+
+
+def under_test(subject: ForwardPassSubject) -> TargetUnderTest:
+    """The target of a subject, the same for all checks: plain decoding of the text is computed once."""
+    if subject not in _KNOWN:
+        _KNOWN[subject] = TargetUnderTest(subject)
+    return _KNOWN[subject]
 
 
 def hidden_by_name(output: ForwardOutput) -> dict[str, Hidden]:
@@ -264,8 +288,7 @@ class Play:
             self.model.commit(self.other, (rows + 1) // 2)
         logits = output.need_logits()
         expect_equal(len(logits), rows, "decode does not give a row of logits per token")
-        for row, values in enumerate(logits.rows()[:count]):
-            self.target.expect_close(values, self.target.plain(self.at + row), self.what, exact=self.exact, row=row)
+        self.target.expect_plain(logits.rows()[:count], self.at, self.what, exact=self.exact)
         self._compare(output, rows, committed=count)
         self.model.commit(self.state, count)
         self.at += count
@@ -293,9 +316,7 @@ class Play:
     def _expect_hidden(self, hidden: Hidden, name: str, first: int, what: str) -> None:
         values = hidden.rows()
         expect_equal(values.shape, (len(hidden), self.target.info.hidden_size), f"{name} has the wrong shape")
-        for row, got in enumerate(values):
-            truth = self.target.plain(first + row, name)
-            self.target.expect_close(got, truth, f"{name}: {what}", exact=self.exact, position=first + row)
+        self.target.expect_plain(values, first, f"{name}: {what}", name=name, exact=self.exact)
 
     def _expect_held(self) -> None:
         """Read again, joined, what passes of long ago handed over: slicing may copy, so it comes last."""
