@@ -162,7 +162,7 @@ def test_causal_lm_over_random_weights(make_target, family, kernels, check):
 
 
 def test_a_model_of_eight_positions_drafts_as_far_as_they_reach(make_target):
-    target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1], max_position_embeddings=8)
+    target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1], max_positions=8)
     assert target.info.max_positions == 8
     subject = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
     check_subjects("eight positions", subject, only=["F13", "F18", "F22"]).raise_for_failures()

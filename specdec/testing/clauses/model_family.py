@@ -264,7 +264,8 @@ def loads_a_checkpoint(subject: ModelFamilySubject, run: Run) -> None:
         stored = StoredWeights(checkpoint, dtype=torch.float32)
         loaded = build_target(spec, config, Weights(REFERENCE, stored), backend="cpu", device="cpu", dtype="float32")
         got, truth = _logits(loaded), _logits(built)
-        close = float(np.abs(got - truth).max()) <= 1e-4 * float(np.abs(truth).max())  # torch's bits depend on addresses
+        # torch's bits depend on the addresses of weights
+        close = float(np.abs(got - truth).max()) <= 1e-4 * float(np.abs(truth).max())
         expect(close, "the loaded model gives other logits than its weights", got=got, expected=truth)
 
 
