@@ -138,12 +138,12 @@ class TargetUnderTest:
 
         return self.model.draft_mtp(state, pending, depth, head=head, choose=choose), seen
 
-    def expect_next(self, state: State, what: str, **case: object) -> None:
+    def expect_next(self, state: State, what: str) -> None:
         """Raises: Broken unless the next row of the text, which is dropped again, is that of plain decoding."""
         at = state.length
         if at < state.capacity:
             logits = self.model.decode(state, self.text[at : at + 1]).need_logits().rows()
-            self.expect_plain(logits, at, what, **case)
+            self.expect_plain(logits, at, what)
             self.model.commit(state, 0)
 
     def expect_close(self, got: Float32, truth: Float32, what: str, *, exact: bool = True, **case: object) -> None:

@@ -306,7 +306,8 @@ def append(subject: OpsSubject, run: Run) -> None:
         bench.ops.append(layer.drawn[1].array[:1], layer.drawn[2].array[:1], layer.cache(2))
 
     def add(source: Layer, cache: Any, first: int, last: int) -> None:
-        bench.ops.append(*(one.array[first:last] for one in source.drawn[1:]), cache)
+        k, v = (one.array[first:last] for one in source.drawn[1:])
+        bench.ops.append(k, v, cache)
 
     for passes in ([5], [1, 4], [2, 1, 2]):
         attended, appended, at = layer.cache(CAPACITY), layer.cache(CAPACITY), 0

@@ -264,7 +264,8 @@ def _layer_norm(bench: Bench, rows: int, number: int) -> Call:
     def magnitude(results: list[Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         deviation = (x.var(-1, correction=0, keepdim=True) + EPS).sqrt()
         cancelled = x.abs().amax(-1, keepdim=True) / deviation * 2.0**-23 / bench.eps  # by the mean, in float32
-        return results[0].abs() + bias.abs() + weight.abs() * (1 + cancelled)
+        sizes: torch.Tensor = results[0].abs() + bias.abs() + weight.abs() * (1 + cancelled)
+        return sizes
 
     x, weight, bias = bench.act(rows, LENGTH, scale=scale, mean=mean), bench.vector(LENGTH), bench.vector(LENGTH)
     return Call("layer_norm", x, weight, bias, EPS, terms=32, magnitude=magnitude)
