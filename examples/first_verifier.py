@@ -6,8 +6,8 @@ import attrs
 
 import specdec.registry
 from specdec import Context, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec, between, hookimpl
+from specdec.errors import ShapeError
 from specdec.sampling import Rows
-from specdec.verifiers.strict import check_rows
 
 
 @attrs.frozen(kw_only=True)
@@ -26,7 +26,8 @@ class TopVerifier(Verifier):
         self._k = config.k
 
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
-        check_rows(draft, logits)  # K draft tokens come with K + 1 rows
+        if len(logits) != len(draft.tokens) + 1:
+            raise ShapeError(f"{len(draft.tokens)} draft tokens need one row more, got {len(logits)}")
         rows = Rows(logits, draft.tokens, context)  # bias, penalties, bans and grammars, each row with its own history
         deviating: list[tuple[int, float]] = []  # lookahead position and gap of tokens unlike plain decoding
         for position, token in enumerate(draft.tokens):

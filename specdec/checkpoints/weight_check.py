@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from specdec.checkpoints.locate import listed
-from specdec.checkpoints.names import text_config
+from specdec.checkpoints.names import canonical_name, text_config
 from specdec.checkpoints.quantised import Formats, TensorFormat, declared_packed, formats_of, quantisation
 from specdec.checkpoints.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
 from specdec.checkpoints.weights import unreadable
@@ -243,12 +243,15 @@ class _Findings:
     def missing(self, names: list[str], unused: list[str]) -> Iterator[CheckpointError]:
         if names:
             more = f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
+            cure = "a complete checkpoint whose tensors fit its config.json"
+            if (canonical := canonical_name(names[0])) != names[0]:
+                cure = f"{canonical} in the family's build: names are looked up without model. or language_model."
             yield CheckpointError(
                 f"the tensor {names[0]} {list(self._expected[names[0]].shape)} is missing{more}",
                 file=self._source(),
                 nearest=self._nearest(names[0], unused),
                 quantised=quantisation(self._checkpoint.config),
-                try_="a complete checkpoint whose tensors fit its config.json",
+                try_=cure,
             )
 
     def _nearest(self, name: str, unused: list[str]) -> str | None:
@@ -259,7 +262,8 @@ class _Findings:
         match = nearest(name, alike) or nearest(name, unused) or nearest(name, self._formats)
         if match is None:
             return None
-        return f"{self._original(match)} {list(self._formats[match].shape)}"
+        original = self._original(match)
+        return f"{match} {list(self._formats[match].shape)}{'' if original == match else f', stored as {original}'}"
 
     def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
         if not found:

@@ -1,4 +1,4 @@
-"""Statistics and tolerances for checks: a chi-square test, and tolerances with their derivation."""
+"""Statistics for checks: a chi-square test. And arrays filled with NaN."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MERGE_BELOW = 5.0  # merge cells with smaller expected counts: chi-square is unreliable there
-
-EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Distance from 1 to the next number; rounding to nearest has a relative error of at most half of it."""
-
-SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
-"""Distance between numbers next to 0, the finest possible rounding."""
 
 
 @attrs.frozen
@@ -77,17 +71,6 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
     tail = math.erfc(math.sqrt(half)) if freedom % 2 else 0.0
     powers = [freedom / 2 - i for i in range(1, freedom // 2 + 1)]
     return tail + sum(math.exp(power * math.log(half) - half - math.lgamma(power + 1)) for power in powers)
-
-
-def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], roundings: int = 1) -> NDArray[np.float64]:
-    """The tolerance of a dot product of ``length`` terms against float64.
-
-    ``magnitude`` is ``sum |x_i w_i|``. Float32 accumulation in any order is off by at most ``length * 2^-24`` of it
-    (Higham 2002, section 3.1); each rounding to the activation dtype adds half its epsilon of the value, which is at
-    most the magnitude. The result is doubled, since inputs of later roundings are rounded themselves.
-    """
-    bound: NDArray[np.float64] = magnitude * (length * 2.0**-23 + roundings * EPSILON[dtype]) + 1e-30
-    return bound
 
 
 def fill_with_nan(owner: object) -> int:

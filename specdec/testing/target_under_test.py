@@ -1,20 +1,34 @@
 """A target and its reference: the same target in plain decoding, with a fresh state and one row per pass.
 
-``Play`` takes a fixed text in by drawn steps; whichever way that is, the logits at every position must be those of
-plain decoding.
+``Play`` takes a fixed text in by drawn steps. Whichever way that is, the logits and the hidden states at every position
+must be those of plain decoding, and MTP drafts those of a fresh state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 
-from specdec.contract import NO_NEEDS, DraftHead, ForwardOutput, Logits, MtpPairs, Needs, Parity, Snapshot, State, Stats
+from specdec.contract import (
+    NO_NEEDS,
+    DraftHead,
+    ForwardOutput,
+    Hidden,
+    Logits,
+    MtpPairs,
+    Needs,
+    Parity,
+    Snapshot,
+    State,
+    Stats,
+)
 from specdec.decoding.session_file import SavedSession, read_session, restore_state, write_session
 from specdec.testing.checks import Broken, expect, expect_equal
 from specdec.testing.subjects import ForwardPassSubject
@@ -24,66 +38,85 @@ if TYPE_CHECKING:
 
     Float32 = NDArray[np.float32]
 
-CAPACITY = 96  # tokens of a short sequence
 LONGEST = 700  # tokens of a text
 SLACK = 0.02  # NUMERIC parity: allowed difference of rows, as a share of the logits' spread
+MTP = Needs(mtp=True)
 _HOST = 64_000_000  # logits of the reference that are kept on the host
 
 
 class TargetUnderTest:
-    """The target of a subject, with tokens to feed it and comparisons as strict as its parity."""
+    """The target of a subject, texts to feed it, and comparisons as strict as its parity."""
 
     def __init__(self, subject: ForwardPassSubject) -> None:
         self.model = subject.make()
         self.info = self.model.info
         self.exact = self.info.parity is Parity.BITWISE
-        self.room = min(max(CAPACITY, self.info.max_rows + 16), self.info.max_positions)
         self.chunks_differ = not self.exact or "chunk" in self.info.parity_reason
+        self.chunk = self.info.max_rows if self.chunks_differ else 300  # tokens of a chunk with the bits of single rows
         self.length = max(min(LONGEST, self.info.max_positions - 1, _HOST // self.info.vocab_size), 2)
+        self.capacity = min(LONGEST + 64, self.info.max_positions)
         self.text, self.junk = self._drawn(self.length + 1), self._drawn(4 * self.length)
-        self._known: dict[tuple[int, ...], Float32] = {}
-        self._plain: list[Float32] = []
+        layers = self.info.layers
+        boundaries = tuple(sorted({0, (layers + 1) // 2, layers})) if layers else ()
+        self.hidden = Needs(final_hidden=self.info.gives_hidden, boundaries=boundaries)
+        self._plain: dict[str, Float32] = {}
+        self._known = 0  # rows of each
         self._reference: State | None = None
 
     def _drawn(self, count: int) -> list[int]:
         """Three in four tokens come from a small set, the rest from the whole vocabulary."""
         rng, vocab = np.random.default_rng(count), self.info.vocab_size
-        common = np.unique([0, vocab - 1, *self.tokens(range(20))])
+        common = np.unique([0, vocab - 1, *((number * 2654435761 + 1) % vocab for number in range(20))])
         rare = np.unique(np.linspace(0, vocab - 1, min(vocab, 100)).astype(np.int64))
         drawn: list[int] = np.where(
             rng.integers(0, 4, count) > 0, rng.choice(common, count), rng.choice(rare, count)
         ).tolist()
         return drawn
 
-    def plain(self, position: int) -> Float32:
-        """The logits ``[V]`` after the token of the text at ``position``, by plain decoding."""
-        if self._reference is None:
-            self._reference = self.state(min(LONGEST + 64, self.info.max_positions))
-        while len(self._plain) <= position:
-            output = self.model.decode(self._reference, [self.text[len(self._plain)]])
-            self._plain.append(output.need_logits().rows()[0].copy())
+    def needs(self) -> list[Needs]:
+        """What states can be made for: nothing, all or some hidden states, MTP drafts."""
+        last = attrs.evolve(self.hidden, prompt_rows="last")
+        single = [Needs(boundaries=(k,)) for k in self.hidden.boundaries[::-1]]
+        hidden = [self.hidden, *single[:2], last] if self.hidden.hidden else []
+        return [NO_NEEDS, *hidden, *([MTP] if self.info.mtp_layers else [])]
+
+    def plain(self, first: int, count: int = 1, name: str = "logits") -> Float32:
+        """The logits ``[T, V]`` after the tokens of the text from ``first`` on, or hidden states, by plain decoding."""
+        while self._known < first + count:
+            if self._reference is None:
+                self._reference = self.state(needs=self.hidden)
+            output = self.model.decode(self._reference, self.text[self._known : self._known + 1])
+            parts: dict[str, Logits | Hidden] = {"logits": output.need_logits(), **hidden_by_name(output)}
+            for key, part in parts.items():
+                row = part.rows()
+                self._plain.setdefault(key, np.empty((self.length + 1, row.shape[1]), np.float32))[self._known] = row
             self.model.commit(self._reference, 1)
-        return self._plain[position]
+            self._known += 1
+        return self._plain[name][first : first + count]
 
-    def offered(self, *boundaries: int) -> Needs:
-        """The final hidden states and these boundaries, as far as this target gives them."""
-        known = tuple(k for k in boundaries if self.info.layers and k <= self.info.layers)
-        return Needs(final_hidden=self.info.gives_hidden, boundaries=known)
-
-    def most_rows(self, held: int, most: int | None = None) -> int:
-        """The rows of a pass, at most ``most``, that fit after ``held`` tokens and leave place for one more."""
-        return max(min(self.info.max_rows if most is None else most, self.info.max_rows, self.room - held - 1), 1)
+    def expect_plain(
+        self, got: Float32, first: int, what: str, *, name: str = "logits", exact: bool = True, **case: object
+    ) -> None:
+        """Raises: Broken unless these rows are those of plain decoding from position ``first`` on."""
+        truth = self.plain(first, len(got), name)
+        if not np.array_equal(got, truth):
+            for row, (values, expected) in enumerate(zip(got, truth, strict=True)):
+                self.expect_close(values, expected, what, exact=exact, position=first + row, **case)
 
     def state(self, capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
         """An empty state."""
-        return self.model.new_state(capacity or self.room, needs)
+        return self.model.new_state(capacity or self.capacity, needs)
 
-    def prefilled(self, tokens: Sequence[int], capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
-        """A state after ``tokens``, in chunks whose bits are those of plain decoding."""
-        state, most = self.state(capacity, needs), self.info.max_rows if self.chunks_differ else len(tokens)
-        for at in range(0, len(tokens), most or 1):
-            self.model.prefill(state, tokens[at : at + most])
+    def prefilled(self, length: int, capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
+        """A state after so many tokens of the text, in chunks whose bits are those of plain decoding."""
+        state = self.state(capacity, needs)
+        self.prefill(state, length)
         return state
+
+    def prefill(self, state: State, length: int) -> None:
+        """Take the text in up to ``length``."""
+        for at in range(state.length, length, self.chunk):
+            self.model.prefill(state, self.text[at : min(at + self.chunk, length)])
 
     def pairs(self, state: State) -> MtpPairs:
         """The ledger of a state made for MTP drafts. Raises: Broken unless it accounts for all positions."""
@@ -105,41 +138,13 @@ class TargetUnderTest:
 
         return self.model.draft_mtp(state, pending, depth, head=head, choose=choose), seen
 
-    def token(self, number: int) -> int:
-        """Map any int to a token id, spread over the vocabulary."""
-        return (number * 2654435761 + 1) % self.info.vocab_size
-
-    def tokens(self, numbers: Sequence[int]) -> list[int]:
-        """Map ints to token ids."""
-        return [self.token(number) for number in numbers]
-
-    def append(self, state: State, tokens: Sequence[int]) -> None:
-        """Decode given tokens plainly: one row per pass."""
-        for token in tokens:
-            self.model.decode(state, [token])
-            self.model.commit(state, 1)
-
-    def logits_after(self, tokens: Sequence[int]) -> Float32:
-        """The logits ``[V]`` after ``tokens``, by plain decoding in a fresh state."""
-        key = tuple(tokens)
-        if key not in self._known:
-            state = self.state()
-            for i, token in enumerate(tokens):
-                self._known[key[: i + 1]] = self.model.decode(state, [token]).need_logits().rows()[0].copy()
-                self.model.commit(state, 1)
-        return self._known[key]
-
-    def next_logits(self, state: State, token: int) -> Float32:
-        """The logits ``[V]`` after one more token, which is rolled back."""
-        logits: Float32 = self.model.decode(state, [token]).need_logits().rows()[0].copy()
-        self.model.commit(state, 0)
-        return logits
-
-    def expect_plain(self, state: State, tokens: Sequence[int], what: str) -> None:
-        """Raises: Broken unless ``state`` continues like a plainly decoded one that holds ``tokens``."""
-        token = self.token(len(tokens))
-        self.expect_close(self.next_logits(state, token), self.logits_after([*tokens, token]), what, tokens=[*tokens])
-        expect(state.length == len(tokens), "the state has the wrong length", got=state.length, expected=len(tokens))
+    def expect_next(self, state: State, what: str) -> None:
+        """Raises: Broken unless the next row of the text, which is dropped again, is that of plain decoding."""
+        at = state.length
+        if at < state.capacity:
+            logits = self.model.decode(state, self.text[at : at + 1]).need_logits().rows()
+            self.expect_plain(logits, at, what)
+            self.model.commit(state, 0)
 
     def expect_close(self, got: Float32, truth: Float32, what: str, *, exact: bool = True, **case: object) -> None:
         """Raises: Broken unless the logits are equal: bit for bit with BITWISE parity, if ``exact``."""
@@ -155,8 +160,25 @@ class TargetUnderTest:
             raise Broken(what, got=got[:6], expected=truth[:6], largest_difference=f"{off:.3g}", **case)
 
 
+_KNOWN: weakref.WeakKeyDictionary[ForwardPassSubject, TargetUnderTest] = weakref.WeakKeyDictionary()
+
+
+def under_test(subject: ForwardPassSubject) -> TargetUnderTest:
+    """The target of a subject, the same for all checks: plain decoding of the text is computed once."""
+    if subject not in _KNOWN:
+        _KNOWN[subject] = TargetUnderTest(subject)
+    return _KNOWN[subject]
+
+
+def hidden_by_name(output: ForwardOutput) -> dict[str, Hidden]:
+    """The hidden states of a pass, by name."""
+    final = {} if output.hidden is None else {"final": output.hidden}
+    return {**final, **{f"boundary {k}": hidden for k, hidden in output.boundaries.items()}}
+
+
 _BACK = (1, 4, 1, 30, 2, 300)
 """Tokens that a state goes back before it goes on with another text."""
+DEPTHS = (1, 2, 3, 5, 8, 13)
 
 
 class Play:
@@ -164,96 +186,165 @@ class Play:
 
     Kinds of steps: ``prefill`` one chunk; ``decode`` one pass, of which some rows are committed; ``twice`` after
     another pass that is not committed; ``rewind``; ``restore``: the copy of the state goes on; ``file``: likewise, by
-    way of a session's file; ``beside``: like decode, and another sequence has a pass before the logits are read.
+    way of a session's file; ``beside``: like decode, and another sequence has a pass before the logits are read;
+    ``draft`` by the MTP head, if the state is made for that.
 
-    With ``hostile``, the caller writes into everything that it was handed, and into its own lists after a call.
+    Args:
+        hostile: the caller writes into everything that it was handed, and into its own lists after a call.
+        at_once: drafts come in one call, not in single steps.
+        exact: with the bits of plain decoding, if parity is BITWISE.
     """
 
-    def __init__(self, target: TargetUnderTest, what: str, *, needs: Needs = NO_NEEDS, hostile: bool = False) -> None:
-        self.target, self.model, self.what, self.needs, self.hostile = target, target.model, what, needs, hostile
-        self.capacity = min(LONGEST + 64, target.info.max_positions)
+    def __init__(
+        self,
+        target: TargetUnderTest,
+        what: str,
+        *,
+        needs: Needs = NO_NEEDS,
+        hostile: bool = False,
+        at_once: bool = False,
+        exact: bool = True,
+        capacity: int | None = None,
+    ) -> None:
+        self.target, self.model, self.what, self.needs = target, target.model, what, needs
+        self.hostile, self.at_once, self.exact = hostile, at_once, exact
+        self.capacity = capacity or target.capacity
         self.state = target.state(self.capacity, needs)
         self.other: State | None = None
-        self.at = self.turns = 0
+        self.at = self.turns = self.drafted = 0  # drafted: where the last draft began
         self.taken: list[str] = []
+        self.held: list[tuple[ForwardOutput, int, int]] = []  # passes with hidden states, positions, committed rows
 
     def run(self, kinds: Sequence[str], seed: int, steps: int) -> None:
         """Take up to ``steps`` drawn steps, as far as the text reaches. Raises: Broken with the steps taken."""
         rng, target = np.random.default_rng(seed), self.target
-        chunk = target.info.max_rows if target.chunks_differ else 300
         try:
             for number in range(steps):
                 kind, room = kinds[int(rng.integers(len(kinds)))], target.length - self.at
-                if not room and kind not in ("rewind", "restore", "file"):
+                if not room and kind not in ("rewind", "restore", "file", "draft"):
                     if "rewind" not in kinds:
-                        return
+                        break
                     kind = "rewind"
                 if kind == "prefill":
-                    self._take(kind, min(_size(rng, chunk), room))
+                    self.take((kind, min(_size(rng, target.chunk), room)))
                 elif kind == "rewind":
-                    self._take(kind, min(_size(rng, target.length), self.at) if rng.integers(8) else 0)
+                    self.take((kind, min(_size(rng, target.length), self.at) if rng.integers(8) else 0))
+                elif kind == "draft":
+                    self.take((kind, DEPTHS[int(rng.integers(len(DEPTHS)))]))
                 elif kind in ("restore", "file"):
-                    self._take(kind)
+                    self.take((kind, 0))
                 else:
                     most = target.info.max_rows
                     rows = min(_size(rng, most) if rng.integers(3) else most, self.capacity - self.at)
                     count = min(int(rng.integers(0, rows + 1)) if number % 2 else rows, room)
-                    self._take(kind, count, rows - count)
+                    self.take((kind, count), dropped=rows - count)
+            self._expect_held()
         except Exception as error:
-            raise Broken.by(error, {"steps": self.taken[-12:], "at": self.at}) from error
+            raise Broken.by(error, {"steps": self.taken[-12:], "at": self.at, "needs": self.needs}) from error
 
-    def take(self, *steps: tuple[str, int]) -> None:
-        """Take these steps. Raises: Broken."""
+    def take(self, *steps: tuple[str, int], dropped: int = 0) -> Play:
+        """Take these steps; a pass has so many more rows, which are not committed. Raises: Broken."""
         for kind, count in steps:
-            self._take(kind, count)
+            self.taken.append(f"{kind}({count}{f' of {count + dropped} rows' if dropped else ''})")
+            match kind:
+                case "prefill":
+                    output = self._call(self.model.prefill, self.target.text[self.at : self.at + count])
+                    expect(output.logits is None, "prefill gives logits", got=output.logits)
+                    self._compare(output, count, prompt=True)
+                    self.at += count
+                case "rewind":
+                    self._rewind(count)
+                case "restore" | "file":
+                    self._restore() if kind == "restore" else self._file()
+                    self.target.expect_next(self.state, self.what)
+                case "draft":
+                    self._draft(count)
+                case _ if count + dropped:
+                    self._pass(kind, count, dropped)
+            expect_equal(self.state.length, self.at, "the state has the wrong length")
+            if self.needs.mtp:
+                self.target.pairs(self.state)
+        return self
 
-    def _take(self, kind: str, count: int = 0, more: int = 0) -> None:
-        self.taken.append(f"{kind}({count}{f' of {count + more} rows' if more else ''})")
-        if kind == "prefill":
-            self._prefill(count)
-        elif kind == "rewind":
-            self._rewind(count)
-        else:
-            self._pass(kind, count, more)
-        expect(self.state.length == self.at, "the state has the wrong length", got=self.state.length, expected=self.at)
-
-    def _given(self, call: Callable[[State, list[int]], ForwardOutput], tokens: list[int]) -> ForwardOutput:
+    def _call(self, call: Callable[[State, list[int]], ForwardOutput], tokens: list[int]) -> ForwardOutput:
         """Call with a list of its own, which belongs to the caller again afterwards."""
-        given = list(tokens)
-        output = call(self.state, given)
-        expect_equal(given, tokens, "the list of tokens was changed")
+        own = list(tokens)
+        output = call(self.state, own)
+        expect_equal(own, tokens, "the list of tokens was changed")
         if self.hostile:
-            given[:] = [0] * len(given)
+            own[:] = [0] * len(own)
         return output
 
-    def _prefill(self, count: int) -> None:
-        for_file = self.target.text[self.at : self.at + count]
-        output = self._given(self.model.prefill, for_file)
-        self.at += count
-        self._spoil(output)
-
-    def _pass(self, kind: str, count: int, more: int) -> None:
-        if kind in ("restore", "file"):
-            self._restore() if kind == "restore" else self._file()
-            self._next()
-            return
-        junk = self.target.junk
-        if not count + more:
-            return
+    def _pass(self, kind: str, count: int, dropped: int) -> None:
+        junk, rows = self.target.junk, count + dropped
         if kind == "twice":
-            self.model.decode(self.state, junk[-count - more :])
-        output = self._given(
-            self.model.decode, self.target.text[self.at : self.at + count] + junk[self.at : self.at + more]
-        )
+            self.model.decode(self.state, junk[-rows:])
+        tokens = self.target.text[self.at : self.at + count] + junk[self.at : self.at + dropped]
+        output = self._call(self.model.decode, tokens)
         if kind == "beside":
-            if self.other is None or self.other.length + count + more > self.other.capacity:
+            if self.other is None or self.other.length + rows > self.other.capacity:
                 self.other = self.target.state(self.capacity, self.needs)
-            self.model.decode(self.other, junk[-count - more :])
-            self.model.commit(self.other, (count + more + 1) // 2)
-        self._compare(output.need_logits(), count)
-        self._spoil(output)
+            self.model.decode(self.other, junk[-rows:])
+            self.model.commit(self.other, (rows + 1) // 2)
+        logits = output.need_logits()
+        expect_equal(len(logits), rows, "decode does not give a row of logits per token")
+        self.target.expect_plain(logits.rows()[:count], self.at, self.what, exact=self.exact)
+        self._compare(output, rows, committed=count)
         self.model.commit(self.state, count)
         self.at += count
+
+    def _compare(self, output: ForwardOutput, rows: int, *, committed: int | None = None, prompt: bool = False) -> None:
+        """Compare what a pass gives with what the state was made for, and its hidden states with plain decoding."""
+        needs, committed = self.needs, rows if committed is None else committed
+        expect_equal(output.rows, rows, "a pass reports the wrong number of rows")
+        expect_equal(output.hidden is not None, needs.final_hidden, "the final hidden state breaks needs")
+        expect_equal(tuple(output.boundaries), needs.boundaries, "boundaries break needs")
+        expect_equal(self.state.pairs is not None, needs.mtp, "the ledger of MTP pairs breaks needs")
+        first = self.at + rows - 1 if prompt and needs.prompt_rows == "last" else self.at
+        for name, hidden in hidden_by_name(output).items():
+            expected = self.at + rows - first
+            lengths = [*map(len, (hidden, hidden[-1:], hidden[:0], hidden[:1].join([hidden, hidden[1:]])))]
+            what = f"{name} or a part of it has the wrong number of rows"
+            expect_equal(lengths, [expected, 1, 0, 2 * expected], what)
+            self._expect_hidden(hidden[: self.at + committed - first], name, first, "hidden states differ")
+        if needs.hidden and not self.hostile:
+            self.held.append((output, first, self.at + committed - first))
+        for part in (output.logits, output.hidden, *output.boundaries.values()) if self.hostile else ():
+            if part is not None:
+                spoil(part.rows())
+
+    def _expect_hidden(self, hidden: Hidden, name: str, first: int, what: str) -> None:
+        values = hidden.rows()
+        expect_equal(values.shape, (len(hidden), self.target.info.hidden_size), f"{name} has the wrong shape")
+        self.target.expect_plain(values, first, f"{name}: {what}", name=name, exact=self.exact)
+
+    def _expect_held(self) -> None:
+        """Read again, joined, what passes of long ago handed over: slicing may copy, so it comes last."""
+        for name in hidden_by_name(self.held[0][0]) if self.held else ():
+            parts = [hidden_by_name(output)[name][:rows] for output, _, rows in self.held]
+            joined, at = parts[0].join(parts[1:]), 0
+            for _, first, rows in self.held:
+                self._expect_hidden(joined[at : at + rows], name, first, "hidden states changed while they were held")
+                at += rows
+
+    def _draft(self, depth: int) -> None:
+        """Draft after the committed tokens, as a fresh state does in single steps."""
+        depth, target = min(depth, self.capacity - self.at - 1), self.target
+        if not self.needs.mtp or self.at in (0, self.drafted) or depth < 1:  # a draft begins with a new pair
+            return
+        self.drafted = self.at
+        pending, fresh = target.text[self.at], target.prefilled(self.at, self.capacity, MTP)
+        expected, truths = target.draft(fresh, pending, depth)
+        drafted, got = (
+            (self.model.draft_mtp(self.state, pending, depth), [])
+            if self.at_once
+            else target.draft(self.state, pending, depth)
+        )
+        expect_equal(drafted, expected, f"{self.what}: other tokens", depth=depth)
+        exact = self.at <= target.info.max_rows or not target.chunks_differ
+        for logits, truth in zip(got, truths, strict=bool(got)):
+            target.expect_close(logits, truth, f"{self.what}: other logits", exact=exact, depth=depth)
+        expect_equal(target.pairs(self.state).fed, self.at, "a draft does not feed all waiting pairs")
 
     def _rewind(self, count: int) -> None:
         length = self.at - count
@@ -261,10 +352,8 @@ class Play:
         expect(0 <= reached <= length, "rewind reached an invalid length", got=reached, expected=f"0 to {length}")
         expect_equal(self.state.length, reached, "the state's length is not what rewind returned")
         self.at = length
-        most = self.target.info.max_rows if self.target.chunks_differ else length or 1
-        for at in range(reached, length, most):
-            self.model.prefill(self.state, self.target.text[at : min(at + most, length)])
-        self._next()
+        self.target.prefill(self.state, length)
+        self.target.expect_next(self.state, self.what)
 
     def _restore(self) -> None:
         if self.state.length + 1 < self.state.capacity:  # these rows are never committed
@@ -297,26 +386,6 @@ class Play:
             write_session(path, SavedSession(tokens=tokens, cycle=0, stats=Stats(), snapshot=taken), model)
             self.state = restore_state(read_session(path, model), model, self.capacity, self.needs, path)
 
-    def _next(self) -> None:
-        """The next row, which is dropped again."""
-        if self.state.length < self.state.capacity:
-            output = self.model.decode(self.state, self.target.text[self.at : self.at + 1])
-            self._compare(output.need_logits(), 1)
-            given = output.hidden is not None, tuple(output.boundaries)
-            wanted = self.needs.final_hidden, self.needs.boundaries
-            expect_equal(given, wanted, "a state gives other hidden states than it was made for")
-            self.model.commit(self.state, 0)
-
-    def _compare(self, logits: Logits, count: int) -> None:
-        rows = logits.rows()
-        for row in range(count):
-            self.target.expect_close(rows[row], self.target.plain(self.at + row), self.what, row=row)
-
-    def _spoil(self, output: ForwardOutput) -> None:
-        for part in (output.logits, output.hidden, *output.boundaries.values()):
-            if part is not None and self.hostile:
-                spoil(part.rows())
-
 
 def _size(rng: np.random.Generator, most: int) -> int:
     """1 to ``most``, on a log scale."""
@@ -337,8 +406,5 @@ def expect_plain_snapshot(taken: Snapshot, state: State) -> None:
     for name, value in taken.meta.items():
         plain = type(name) is str and type(value) is int
         expect(plain, "a snapshot's metadata is not a plain int under a name", got={name: value})
-    expect_equal(
-        (taken.length, taken.capacity),
-        (state.length, state.capacity),
-        "a snapshot has another length or capacity than its state",
-    )
+    lengths = state.length, state.capacity
+    expect_equal((taken.length, taken.capacity), lengths, "a snapshot has another length or capacity than its state")

@@ -10,7 +10,6 @@ from specdec.testing.clauses import (  # noqa: F401  (importing them registers t
     depth_policy,
     drafter,
     forward_pass,
-    hidden_states,
     logits_processor,
     model_family,
     observer,

@@ -1,6 +1,6 @@
-"""Checks of model families: clauses M1 to M6.
+"""Checks of model families: clauses M1 to M7.
 
-No checkpoint is needed: ``parse`` gets a small ``config.json``, and ``build`` random weights.
+No checkpoint is needed: ``parse`` gets a small ``config.json``, and ``build`` random weights, also from a file.
 """
 
 from __future__ import annotations
@@ -9,22 +9,30 @@ import contextlib
 import copy
 import io
 import itertools
+import json
 import math
 import re
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
+from specdec.checkpoints import Checkpoint, StoredWeights, text_config
 from specdec.contract import FamilyConfig, ForwardPass, Needs
 from specdec.errors import CheckpointError
+from specdec.models.loading import build_target, checked_head
 from specdec.models.read_keys import ReadKeys
-from specdec.models.weights import dry_run
+from specdec.models.weights import Weights, dry_run
 from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable, own_generators
+from specdec.testing.clauses.ops.operations import REFERENCE
 from specdec.testing.memory import MOST_KEPT, alive
-from specdec.testing.random_weights import SMALL, WIDTHS, random_target
+from specdec.testing.random_weights import SMALL, WIDTHS, RandomWeights, random_target
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import ForwardPassSubject, ModelFamilySubject
 from specdec.testing.target_under_test import Play, TargetUnderTest
@@ -204,6 +212,12 @@ def _asks_for(family: _Family, key: str) -> bool:
     return watched.was_read(key)
 
 
+def _logits(target: ForwardPass) -> Any:
+    state = target.new_state(8)
+    target.prefill(state, [1, 2, 3, 4])
+    return target.decode(state, [5]).need_logits().rows().copy()
+
+
 @check("M5")
 def build_keeps_nothing(subject: ModelFamilySubject, run: Run) -> None:
     """``build`` takes the same weights whenever it is called, reads none of them in a dry run, and keeps nothing: every
@@ -212,25 +226,47 @@ def build_keeps_nothing(subject: ModelFamilySubject, run: Run) -> None:
     spec, config = family.spec, family.config
     wanted = dry_run(spec, config).tensors
     expect_equal(dry_run(spec, config).tensors, wanted, "another dry run takes other weights")
-    first, tokens = family.target(seed=1), [1, 2, 3, 4, 5]
-
-    def logits(target: ForwardPass) -> Any:
-        state = target.new_state(8)
-        target.prefill(state, tokens[:-1])
-        return target.decode(state, tokens[-1:]).need_logits().rows().copy()
-
-    before = logits(first)
+    first = family.target(seed=1)
+    before = _logits(first)
     expect_equal(before.shape, (1, config.vocab_size), "the logits do not have the config's vocabulary")
     expect(bool(np.isfinite(before).all()), "a logit is not finite", got=before)
     expect_equal(first.info.layers, config.layers, "the model does not have the config's layers")
-    other = logits(family.target(seed=2))
+    other = _logits(family.target(seed=2))
     expect(not np.array_equal(other, before), "other weights give the same logits")
-    expect_equal(logits(first), before, "a model that was built later changed this one")
-    expect_equal(logits(family.target(seed=1)), before, "the same weights give other logits")
+    expect_equal(_logits(first), before, "a model that was built later changed this one")
+    expect_equal(_logits(family.target(seed=1)), before, "the same weights give other logits")
     expect_equal(dry_run(spec, config).tensors, wanted, "after real builds a dry run takes other weights")
     models = [weakref.ref(family.target(seed=seed).model) for seed in range(2 * MOST_KEPT)]  # type: ignore[attr-defined]
     kept = alive(models)
     expect(kept <= MOST_KEPT, "models stay in memory", got=f"{kept} of {len(models)}", expected=f"at most {MOST_KEPT}")
+
+
+@check("M7")
+def loads_a_checkpoint(subject: ModelFamilySubject, run: Run) -> None:
+    """A checkpoint of the tensors that ``build`` asks for loads, under names that begin with ``model.``, and gives the
+    logits of those weights."""
+    family = _Family(subject)
+    spec, built = family.spec, family.target()
+    weights = RandomWeights(REFERENCE, None)
+    tensors = {
+        f"model.{name.removeprefix('model.')}": weights.tensor(name, wanted.shape).contiguous()
+        for name, wanted in dry_run(spec, family.config).tensors.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "config.json").write_text(json.dumps(family.raw), encoding="utf-8")
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        checkpoint = Checkpoint.open(path)
+        config = family.parse(ReadKeys(text_config(checkpoint.config)))
+        _, weight_check = checked_head(checkpoint, spec, config)
+        for error in (*weight_check.errors, *weight_check.head_errors):
+            raise error
+        stored = StoredWeights(checkpoint, dtype=torch.float32)
+        loaded = build_target(spec, config, Weights(REFERENCE, stored), backend="cpu", device="cpu", dtype="float32")
+        got, truth = _logits(loaded), _logits(built)
+        # torch's bits depend on the addresses of weights
+        close = float(np.abs(got - truth).max()) <= 1e-4 * float(np.abs(truth).max())
+        expect(close, "the loaded model gives other logits than its weights", got=got, expected=truth)
 
 
 @check("M6")

@@ -113,6 +113,14 @@ class PositionsOfThePass(Family):
         return attrs.evolve(made, positions=torch.linspace(-1, 1, 64 * config.hidden_size).view(64, -1))
 
 
+class NamesOfTheFile(Family):
+    """Asks for tensors by their names in the file; ``model.`` is stripped from them."""
+
+    @classmethod
+    def build(cls, config, weights):
+        return super().build(config, weights.under("model."))
+
+
 BROKEN = {
     FillsInDefaults: "M1",
     TakesADictOnly: "M1",
@@ -124,4 +132,5 @@ BROKEN = {
     BuildsOnce: "M5",
     KeepsModels: "M5",
     PositionsOfThePass: "M6",
+    NamesOfTheFile: "M7",
 }

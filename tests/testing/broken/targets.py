@@ -363,6 +363,15 @@ class AnswersFromMemory(TableModel):
         return attrs.evolve(output, logits=TableLogits(kept.setdefault((rows.tobytes(), state.held), rows)))
 
 
+class KeepsTheCallersTokens(TableModel):
+    """Reads the caller's list of tokens again at the commit, for the MTP head's pairs alone."""
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        state.fed = tokens
+        return output
+
+
 class DrawsFromNumpy(TableModel):
     def new_state(self, capacity, needs=NO_NEEDS):
         np.random.random_sample()
@@ -446,6 +455,7 @@ BROKEN = {
     (ForgetsWhenFarBack, ()): "F3",
     (TakesOnlyNumpy, ()): "F25",
     (AnswersFromMemory, ()): "F26",
+    (KeepsTheCallersTokens, (("mtp", True),)): "F26",
     (DrawsFromNumpy, ()): "F27",
     (KeepsStates, ()): "F28",
     (HeadTransposed, ()): "F29",

@@ -1,209 +1,179 @@
-"""Cached layers over random inputs: attention, latent attention, and the gated delta rule."""
+"""Operations that have a cache, as layers over drawn rows: attention, latent attention, windows, the delta rule."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from specdec.backends.ops import DeltaShape
-from specdec.testing.checks import NotApplicable
-from specdec.testing.clauses.ops.bench import Bench, sigmoid, silu
+from specdec.backends.ops import Cache, Ops
+from specdec.testing.checks import NotApplicable, expect_equal
+from specdec.testing.clauses.ops.operations import HEAD_DIM, SHAPE, Bench, Call, Drawn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Float64 = NDArray[np.float64]
 
-SHAPE = DeltaShape(key_heads=2, value_heads=6, key_dim=12, value_dim=10, kernel=4)
-HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
+CAPACITY = 640
+HEADS, KV_HEADS = 6, 2
 LATENT, LATENT_VALUES = 21, 13  # values of a latent row, and the number that are mixed
 
 
-class Layer(abc.ABC):
-    """Inputs of one layer for some rows."""
+class Layer(Call):
+    """A call ``run(ops, cache, *arguments)`` that appends its rows to a cache of ``new(ops, capacity)``.
 
-    name: str
-    verifies = True  # whether targets run it, so that a row must have the same bits in any pass
+    Attributes:
+        mixed: which drawn argument the results are averages of.
+        verifies: whether targets run it, so that a row must have the same bits in any pass.
+    """
 
-    def __init__(self, bench: Bench, rows: int) -> None:
-        self.bench = bench
-        self.rows = rows
+    def __init__(
+        self,
+        bench: Bench,
+        name: str,
+        new: Callable[[Ops, int], Cache],
+        run: Callable[..., Any],
+        *arguments: Drawn,
+        mixed: int = -1,
+        verifies: bool = True,
+    ) -> None:
+        super().__init__(run, *arguments)
+        self.bench, self.name, self.new, self.mixed, self.verifies = bench, name, new, mixed, verifies
 
-    @abc.abstractmethod
     def cache(self, capacity: int) -> Any:
-        """An empty cache."""
+        """An empty cache of the backend."""
+        return self.new(self.bench.ops, capacity)
 
-    @abc.abstractmethod
-    def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
-        """The output of the layer's ops for rows ``first..last``; the caller commits."""
+    def outputs(self, cache: Any, first: int, last: int) -> Float64:
+        """The backend's results for these rows on the host, side by side: ``[rows, N]``; the caller commits."""
+        results = self.of(self.bench.ops, first, last, cache=cache)
+        return np.concatenate([self.bench.host(one).reshape(last - first, -1) for one in results], axis=1)
 
-    @abc.abstractmethod
-    def poisoned(self) -> Self:
+    def in_passes(self, passes: list[int]) -> Float64:
+        """The results of all rows in passes of these lengths, each committed as a whole."""
+        cache, out, at = self.cache(sum(passes) + 3), [], 0
+        for rows in passes:
+            out.append(self.outputs(cache, at, at + rows))
+            cache.commit(rows)
+            at += rows
+        return np.concatenate(out)
+
+    def taken_in(self, cache: Any, *passes: tuple[int, int]) -> Any:
+        """The cache after passes of these rows, each committed as a whole."""
+        for first, last in passes:
+            self.outputs(cache, first, last)
+            cache.commit(last - first)
+        return cache
+
+    def poisoned(self) -> Layer:
         """The same layer with rows of NaN."""
-
-    def run(self, cache: Any, first: int, last: int) -> Float64:
-        """``outputs`` on the host, side by side: ``[rows, N]``."""
-        outputs = [self.bench.host(one).reshape(last - first, -1) for one in self.outputs(cache, first, last)]
-        return np.concatenate(outputs, axis=1)
+        arguments = []
+        for one in self.drawn:
+            nan = self.bench.rows(torch.full_like(one.values.flatten(1), torch.nan)) if one.by_row else one
+            arguments.append(nan.heads(one.values.shape[1]) if one.by_row and one.values.ndim > 2 else nan)
+        return Layer(self.bench, self.name, self.new, self.run, *arguments)
 
     def saved(self, cache: Any) -> dict[str, Float64]:
         """The saved contents of the cache, on the host."""
         return {name: self.bench.host(array) for name, array in cache.save().items()}
 
+    def expect_saved(self, cache: Any, truth: Mapping[str, Float64], what: str) -> None:
+        """Raises: Broken unless the cache saves these arrays, bit for bit."""
+        got = self.saved(cache)
+        expect_equal(sorted(got), sorted(truth), f"{what} saves different arrays")
+        for name, array in truth.items():
+            expect_equal(got[name], array, f"{what} has other bits in {name}")
+
     def loaded(self, arrays: Mapping[str, Any], length: int) -> Any:
-        """A new cache of 8 rows, loaded with saved arrays by way of the host."""
-        ops, cache = self.bench.ops, self.cache(8)
+        """A new cache of 9 rows, loaded with saved arrays by way of the host."""
+        ops, cache = self.bench.ops, self.cache(9)
         cache.load({name: ops.from_host(ops.to_host(array)) for name, array in arrays.items()}, length)
         return cache
 
-    def in_passes(self, passes: list[int], cache: Any = None) -> Float64:
-        """All rows in passes of these lengths, each fully committed."""
-        cache, out, at = self.cache(self.rows + 3) if cache is None else cache, [], 0
-        for rows in passes:
-            out.append(self.run(cache, at, at + rows))
-            cache.commit(rows)
-            at += rows
-        return np.concatenate(out)
+
+def _heads(bench: Bench, rows: int, *counts: int) -> list[Drawn]:
+    return [bench.act(rows, count * HEAD_DIM).heads(count) for count in counts]
 
 
-class AttentionLayer(Layer):
-    """Grouped-query attention."""
-
-    name = "attend"
-
-    def __init__(self, bench: Bench, rows: int, *, gated: bool = True) -> None:
-        super().__init__(bench, rows)
-        self.q, self.gate = (bench.heads(bench.normal(rows, HEADS, HEAD_DIM)) for _ in range(2))
-        self.k, self.v = (bench.heads(bench.normal(rows, KV_HEADS, HEAD_DIM)) for _ in range(2))
-        self.gated = gated
-
-    def cache(self, capacity: int) -> Any:
-        return self.bench.ops.new_kv(capacity, KV_HEADS, HEAD_DIM)
-
-    def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
-        rows, scale = slice(first, last), HEAD_DIM**-0.5
-        gate = self.gate[rows] if self.gated else None
-        return [self.bench.ops.attend(self.q[rows], self.k[rows], self.v[rows], cache, scale=scale, gate=gate)]
-
-    def poisoned(self) -> Self:
-        bad = type(self)(self.bench, self.rows)
-        bad.q, bad.k, bad.v = (
-            self.bench.heads(np.full((self.rows, heads, HEAD_DIM), np.nan)) for heads in (HEADS, KV_HEADS, KV_HEADS)
-        )
-        return bad
+def _new_kv(ops: Ops, capacity: int) -> Cache:
+    return ops.new_kv(capacity, KV_HEADS, HEAD_DIM)
 
 
-class WindowLayer(AttentionLayer):
-    """Grouped-query attention within windows of 3 rows. Raises: NotApplicable if the backend has none."""
+def attention(bench: Bench, rows: int, *, gated: bool = True) -> Layer:
+    """Grouped-query attention over q, k and v, with or without a gate."""
 
-    name = "attend_from"
-    verifies = False  # draft heads do
+    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
+        return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5, gate=gate)
 
-    def __init__(self, bench: Bench, rows: int) -> None:
-        super().__init__(bench, rows, gated=False)
-        with bench.optional("append", "attend_from"):
-            cache = self.cache(2)
-            bench.ops.append(self.k[:1], self.v[:1], cache)
-            self.outputs(cache, 0, 1)
-
-    def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
-        return [self.attended(cache, first, last, [max(0, int(cache.length) + t - 2) for t in range(last - first)])]
-
-    def attended(self, cache: Any, first: int, last: int, starts: Sequence[int], *, causal: bool = True) -> Any:
-        """Rows ``first..last``; row t of the pass sees the cache from ``starts[t]`` on."""
-        q, k, v = (array[first:last] for array in (self.q, self.k, self.v))
-        return self.bench.ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=starts, causal=causal)
+    arguments = _heads(bench, rows, HEADS, KV_HEADS, KV_HEADS, *([HEADS] if gated else []))
+    return Layer(bench, "attend", _new_kv, run, *arguments, mixed=2)
 
 
-class LatentLayer(Layer):
+def latent(bench: Bench, rows: int) -> Layer:
     """Latent attention. Raises: NotApplicable if the backend has none."""
 
-    name = "attend_latent"
+    def run(ops: Ops, cache: Any, q: Any, row: Any) -> Any:
+        return ops.attend_latent(q, row, cache, scale=LATENT**-0.5, value_dims=LATENT_VALUES)
 
-    def __init__(self, bench: Bench, rows: int) -> None:
-        super().__init__(bench, rows)
-        self.q = bench.heads(bench.normal(rows, HEADS, LATENT))
-        self.row = bench.act(bench.normal(rows, LATENT))
-        with bench.optional("new_latent", "attend_latent"):
-            self.outputs(self.cache(1), 0, 1)
-
-    def cache(self, capacity: int) -> Any:
-        return self.bench.ops.new_latent(capacity, LATENT)
-
-    def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
-        q, row = self.q[first:last], self.row[first:last]
-        return [self.bench.ops.attend_latent(q, row, cache, scale=LATENT**-0.5, value_dims=LATENT_VALUES)]
-
-    def poisoned(self) -> LatentLayer:
-        bad = LatentLayer(self.bench, self.rows)
-        bad.q = self.bench.heads(np.full((self.rows, HEADS, LATENT), np.nan))
-        bad.row = self.bench.act(np.full((self.rows, LATENT), np.nan))
-        return bad
+    arguments = bench.act(rows, HEADS * LATENT).heads(HEADS), bench.act(rows, LATENT)
+    layer = Layer(bench, "attend_latent", lambda ops, capacity: ops.new_latent(capacity, LATENT), run, *arguments)
+    with bench.optional("attend_latent"):
+        layer.outputs(layer.cache(1), 0, 1)
+    return layer
 
 
-class DeltaLayer(Layer):
-    """A convolution window followed by the gated delta rule."""
+def window(
+    bench: Bench,
+    rows: int,
+    first: Callable[[int, int], int] = lambda row, start: max(0, row - 2),
+    *,
+    causal: bool = True,
+) -> Layer:
+    """Attention of a row to the cache from ``first(row, the pass's first row)`` on, which draft heads run.
 
-    name = "conv_window and gated_delta"
+    Raises: NotApplicable if the backend has none.
+    """
 
-    def __init__(self, bench: Bench, rows: int) -> None:
-        super().__init__(bench, rows)
-        self.x = bench.act(bench.normal(rows, SHAPE.channels))
-        self.a, self.b = (bench.act(bench.normal(rows, SHAPE.value_heads)) for _ in range(2))
-        self.weight = bench.vector(bench.normal(SHAPE.channels, SHAPE.kernel) / 2)
-        self.a_log = bench.vector(np.log(bench.rng.uniform(0.05, 4.0, SHAPE.value_heads)))
-        self.dt_bias = bench.vector(bench.normal(SHAPE.value_heads) - 1.0)
+    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
+        start = int(cache.length)
+        spans = [first(row, start) for row in range(start, start + q.shape[0])]
+        return ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=spans, causal=causal)
 
-    def cache(self, capacity: int = 0) -> Any:
-        return self.bench.ops.new_delta(SHAPE)
-
-    def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
-        ops, rows = self.bench.ops, slice(first, last)
-        u = ops.conv_window(self.x[rows], self.weight, cache)
-        return [u, ops.gated_delta(u, self.a[rows], self.b[rows], self.a_log, self.dt_bias, cache, SHAPE)]
-
-    def poisoned(self) -> DeltaLayer:
-        bad = DeltaLayer(self.bench, self.rows)
-        bad.x = self.bench.act(np.full((self.rows, SHAPE.channels), np.nan))
-        bad.weight, bad.a_log, bad.dt_bias = self.weight, self.a_log, self.dt_bias
-        return bad
-
-    def convolved(self) -> Float64:
-        """The convolution over all rows, by definition: ``[T, C]``."""
-        taps, x, weight = SHAPE.kernel, self.bench.host(self.x), self.bench.host(self.weight)
-        padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
-        summed: Float64 = np.sum([padded[j : j + self.rows] * weight[:, j] for j in range(taps)], axis=0)
-        return silu(summed)
-
-    def delta_rule(self, u: Float64) -> Float64:
-        """The delta rule over the given convolved rows ``[T, C]``, by definition: ``[T, Hv, Dv]``."""
-        s = SHAPE
-        state = np.zeros((s.value_heads, s.key_dim, s.value_dim))
-        out = np.zeros((len(u), s.value_heads, s.value_dim))
-        a, b, a_log, bias = (self.bench.host(one) for one in (self.a, self.b, self.a_log, self.dt_bias))
-        keys = s.key_heads * s.key_dim
-        for t, row in enumerate(u):
-            q, k = row[:keys].reshape(s.key_heads, -1), row[keys : 2 * keys].reshape(s.key_heads, -1)
-            v = row[2 * keys :].reshape(s.value_heads, -1)
-            q = q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6) * s.key_dim**-0.5
-            k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
-            for h in range(s.value_heads):
-                key = h // (s.value_heads // s.key_heads)
-                state[h] *= np.exp(-np.exp(a_log[h]) * np.log1p(np.exp(a[t, h] + bias[h])))
-                delta = sigmoid(b[t, h]) * (v[h] - state[h].T @ k[key])
-                state[h] += np.outer(k[key], delta)
-                out[t, h] = state[h].T @ q[key]
-        return out
+    arguments = _heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)
+    layer = Layer(bench, "attend_from", _new_kv, run, *arguments, verifies=False)
+    with bench.optional("attend_from"):
+        layer.outputs(layer.cache(1), 0, 1)
+    return layer
 
 
-def layers(bench: Bench, rows: int) -> Iterator[Layer]:
-    """One layer of each kind that the backend has."""
-    yield AttentionLayer(bench, rows)
-    yield DeltaLayer(bench, rows)
-    for optional in (LatentLayer, WindowLayer):
+def delta(bench: Bench, rows: int) -> Layer:
+    """A convolution window followed by the gated delta rule; the results of both."""
+
+    def run(ops: Ops, cache: Any, x: Any, a: Any, b: Any, weight: Any, a_log: Any, dt_bias: Any) -> Any:
+        u = ops.conv_window(x, weight, cache)
+        return u, ops.gated_delta(u, a, b, a_log, dt_bias, cache, SHAPE)
+
+    decays = torch.tensor(bench.rng.uniform(0.05, 4.0, SHAPE.value_heads), dtype=torch.float32)
+    return Layer(
+        bench,
+        "conv_window and gated_delta",
+        lambda ops, _: ops.new_delta(SHAPE),
+        run,
+        *(bench.act(rows, length) for length in (SHAPE.channels, SHAPE.value_heads, SHAPE.value_heads)),
+        bench.vector(SHAPE.channels, SHAPE.kernel, scale=0.5),
+        bench.drawn(bench.ops.vector(decays.log())),
+        bench.vector(SHAPE.value_heads, mean=-1.0),
+    )
+
+
+def every(bench: Bench, rows: int) -> Iterator[Layer]:
+    """A layer of each kind that the backend has."""
+    yield attention(bench, rows)
+    yield delta(bench, rows)
+    for optional in (latent, window):
         with contextlib.suppress(NotApplicable):
             yield optional(bench, rows)
