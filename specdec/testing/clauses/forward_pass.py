@@ -335,7 +335,7 @@ def target_in_the_engine(subject: ForwardPassSubject, run: Run) -> None:
             expect_equal(got, plain, "the output is not that of plain decoding", **case)
 
 
-@check("F16", early=True)
+@check("F16")
 def info_filled_in(subject: ForwardPassSubject, run: Run) -> None:
     """``info`` is filled in: sizes are positive, ``max_rows`` is at least 2, and it does not change."""
     target = under_test(subject)
