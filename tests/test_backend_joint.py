@@ -26,6 +26,7 @@ OWNERS = {"ops", "Ops", "inner", "backend", "Backend", "target", "forward_pass",
 OWN_BACKENDS = re.compile(r"^\s*(from|import) specdec\.backends\.(cpu|cuda|metal)\b", re.MULTILINE)
 EXEMPT = {
     "doctor/machine.py",  # lists the compiler and the native kernels of this machine
+    "testing/clauses/ops/operations.py",  # operations are compared with the reference's
     "testing/random_weights.py",  # families are checked over the reference kernels
 }
 

@@ -77,7 +77,7 @@ def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     stats, deviation = data["stats"], data["deviation"]
     produced, cycles, off = len(data["tokens"]), stats["cycles"], deviation["count"]
     after = f"{output.count(produced, 'token')} after a prompt of {data['prompt_tokens']}"
-    yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s, {after}, ended by {data['finish_reason']!r}"
+    yield "length", f"{after}, ended by {data['finish_reason']!r}"
     yield "seconds", ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
     yield "cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"
     yield "speculation", speculation_line(stats["speculation"])

@@ -80,7 +80,13 @@ def test_a_page_holds_tables_plot_and_data_of_an_imposed_acceptance(bench, tmp_p
 
 
 def test_a_broken_promise_is_an_exit_status(bench, monkeypatch):
-    monkeypatch.setattr("specdec.measuring.bench._first_difference", lambda wanted, got: 3)
+    compared = BenchMeasurement._compared
+
+    def cut(self, prompt, runs):
+        speculative = [attrs.evolve(run, tokens=run.tokens[:3]) for run in runs["speculative"]]
+        return compared(self, prompt, runs | {"speculative": speculative})
+
+    monkeypatch.setattr(BenchMeasurement, "_compared", cut)
     done = bench(*SHORT, "--classes", "code")
     assert done.exit_code == 1
     assert "OUTPUTS DIFFER on 1 of 1 prompts" in done.stdout

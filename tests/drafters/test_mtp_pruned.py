@@ -132,7 +132,7 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
     for gate in ({}, {"min_confidence": 0.01}):
         config = MtpConfig(vocabulary="given", max_miss=1.0, max_extra=0, **gate)
         for temperature in (0.0, 1.0):
-            sampling = {"max_new_tokens": 6, "ignore_eos": True, "banned": kept, "temperature": temperature}
+            sampling = {"max_new_tokens": 6, "ignore_eos": True, "banned": kept, "temperature": temperature, "seed": 0}
             session = model_of(folder, target, config, kept, 2).session()
             result = session.generate([3, 9], **sampling)
             assert result.tokens == tiny.make_lm(folder, target).generate([3, 9], **sampling).tokens

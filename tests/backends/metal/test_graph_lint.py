@@ -213,7 +213,7 @@ def test_a_draft_chain_is_one_graph_of_our_own_kernels(
 ) -> None:
     """Nothing is read between its passes, or MLX would refuse to export it."""
     target = made(family)
-    head = target.draft_head(range(0, 200, 3)).extended([4]).rows if pruned else target.model.lm_head
+    head = target.draft_head(range(0, 200, 3)).extended([4]).rows[0] if pruned else target.model.lm_head
     drafted: list[Any] = []
     monkeypatch.setattr(passes, "read_tokens", lambda tokens: drafted.append(tokens) or [])
 

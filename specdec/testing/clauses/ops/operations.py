@@ -7,6 +7,7 @@ reference takes what ``to_host`` gives back of them as float32, so that only the
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,7 @@ class Call:
         terms: float = 64,
         magnitude: Callable[..., Any] | None = None,
     ) -> None:
-        self.run: Callable[..., Any] = (lambda ops, *a: getattr(ops, run)(*a)) if isinstance(run, str) else run
+        self.run: Callable[..., Any] = (lambda ops, *a: operator.methodcaller(run, *a)(ops)) if isinstance(run, str) else run
         self.arguments, self.roundings, self.terms, self.magnitude = arguments, roundings, terms, magnitude
         self.drawn = [one for one in arguments if isinstance(one, Drawn)]
         self.by_row = any(one.by_row for one in self.drawn)
