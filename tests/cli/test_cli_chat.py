@@ -279,11 +279,11 @@ SAID = {
     ),
     "mistakes": (
         "/save\n/save ~\0\n/save /no/such/folder/file\n/load\n/load missing\n/load junk\n/rewind two\n/rewind 3\n"
-        "/rewnd\n/exitt\n/\n/set nonsense=1\n/set temperature=200\n/set x\n" + "word " * 9000 + "\n\n   \nHello",
+        "/rewnd\n/exi\n/\n/set nonsense=1\n/set temperature=200\n/set x\n" + "word " * 9000 + "\n\n   \nHello",
         "/save takes a file name; session could not be written: No such file; /load takes a file name; "
         "session file cannot be read: No such file or directory; not a complete session file; "
         "/rewind takes a number of turns, got 'two'; there is no turn yet; no command /rewnd. Did you mean rewind?; "
-        "no command /exitt. Did you mean exit?; generation has no setting 'nonsense'; temperature takes 0.0 to 100.0; "
+        "no command /exi. Did you mean exit?; generation has no setting 'nonsense'; temperature takes 0.0 to 100.0; "
         "/set takes KEY=VALUE, such as temperature=0.8; the prompt is too long; /set max_new_tokens=N allows more)",
     ),
     "help": ("/help\n/bye\nnever", "/rewind [N] forget the last N turns; /quit leave (also /exit, /bye and Ctrl-D)"),

@@ -121,7 +121,11 @@ def test_where_a_prompt_comes_from(invoke, models, tmp_path, monkeypatch, option
 def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke):
     for options, told, ratio in (
         (("-n", 8), "comparing: 1 plain run of 8 tokens", "too few for a ratio (64 or more)"),
-        (("-n", 64, "-t", 0.7, "--ignore-eos"), "plain runs and 2 more speculative runs of 64 tokens", " times plain decoding: "),
+        (
+            ("-n", 64, "-t", 0.7, "--ignore-eos"),
+            "plain runs and 2 more speculative runs of 64 tokens",
+            " times plain decoding: ",
+        ),
     ):
         done = invoke("generate", "-p", "def f(x):", "--compare", "--depth", 2, *options, registry=OWN)
         assert done.exit_code == 0, done.stderr

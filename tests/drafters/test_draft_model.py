@@ -302,7 +302,11 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, 
     plain = composed(base, {"name": "none"}, (0,), verifier)
     lm = composed(base, {"name": "draft_model", "model": written(vocab=vocab)}, (4,), verifier)
     settings = {"max_new_tokens": 30, "ignore_eos": True}
-    for more in ({}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "seed": 0, "logit_bias": {"276": 2.0}, "top_k": 20}):
+    for more in (
+        {},
+        {"temperature": 0.9, "seed": 1},
+        {"temperature": 0.9, "seed": 0, "logit_bias": {"276": 2.0}, "top_k": 20},
+    ):
         result = lm.generate(PROMPT, **settings, **more)
         assert result.stats.offered
         assert not result.stats.inactive_reason

@@ -147,7 +147,9 @@ class Call:
         terms: float = 64,
         magnitude: Callable[..., Any] | None = None,
     ) -> None:
-        self.run: Callable[..., Any] = (lambda ops, *a: operator.methodcaller(run, *a)(ops)) if isinstance(run, str) else run
+        self.run: Callable[..., Any] = (
+            (lambda ops, *a: operator.methodcaller(run, *a)(ops)) if isinstance(run, str) else run
+        )
         self.arguments, self.roundings, self.terms, self.magnitude = arguments, roundings, terms, magnitude
         self.drawn = [one for one in arguments if isinstance(one, Drawn)]
         self.by_row = any(one.by_row for one in self.drawn)
