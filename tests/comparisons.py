@@ -99,7 +99,7 @@ What specdec reads, and what it was compared with. This page is written by the t
 Models of other families run [through transformers](how-to/run-any-transformers-model.md).
 """
 _DIFFERENCE = """\
-The checkpoints are small, with random weights in the published layouts; no released weights were run. A difference is
+The checkpoints are small, with random weights in the published layouts. A difference is
 `max |ours - theirs| / max |theirs|` over all positions and the whole vocabulary, in float32, with the C++ kernels and
 the torch reference. The table shows the largest over all checkpoints: for logits over whole prompts, chunks and single
 tokens, for MTP heads over drafts after prompts of several lengths. The most likely token of the logits was always the
