@@ -24,7 +24,7 @@ if [ ! -d "$folder/packages" ]; then
         --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64 \
         --platform any \
         torch==2.10.0 numpy safetensors tokenizers huggingface-hub jinja2 markupsafe pluggy psutil attrs structlog \
-        click rich cattrs typing_extensions hypothesis pytest sortedcontainers iniconfig packaging pygments filelock \
+        click rich typing_extensions hypothesis pytest sortedcontainers iniconfig packaging pygments filelock \
         sympy mpmath networkx fsspec tqdm pyyaml requests markdown-it-py mdurl
     for wheel in "$folder"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$folder/packages"; done
     # that torch does not say what the processor has; the one that is emulated has everything
