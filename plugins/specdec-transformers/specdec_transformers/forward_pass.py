@@ -152,7 +152,7 @@ class TransformersPass(ForwardPass):
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         self._check(state, tokens)
         made = state.text.run(tokens, logits=True, keep=False)
-        state.decoded = tokens, made.hidden
+        state.decoded = tuple(tokens), made.hidden  # the list is the caller's
         assert made.logits is not None
         return _output(state, len(tokens), made.hidden, TorchLogits(made.logits[:, : self.info.vocab_size]))
 
