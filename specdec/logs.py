@@ -27,9 +27,10 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def _render(_: object, __: str, facts: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
-    event = str(facts.pop("event"))
+    event, exc_info = str(facts.pop("event")), facts.pop("exc_info", None)
     message = " ".join([event, *(f"{name}={_short(value)}" for name, value in facts.items())])
-    return (message,), {"extra": {"event": event, "facts": dict(facts)}, "stacklevel": 4}  # the caller's line
+    extra = {"event": event, "facts": dict(facts)}
+    return (message,), {"extra": extra, "exc_info": exc_info, "stacklevel": 4}  # the caller's line
 
 
 def _short(value: object) -> str:

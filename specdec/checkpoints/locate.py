@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from specdec.errors import CheckpointError, cut, nearest
+from specdec.files.reading import open_file
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split GGUF file
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -77,11 +78,11 @@ def check_folder(path: Path) -> Path:
     if not os.path.exists(path):
         raise _no_such_folder(str(path), path)
     if not os.path.isdir(path):
-        if path.suffix == ".gguf":
+        if is_gguf(path):
             return path
         raise CheckpointError(f"{path} is a file, not a folder", try_=_instead_of_a_file(path))
     if not os.path.lexists(path / "config.json"):
-        whole = [name for name in entries(path) if name.endswith(".gguf") and not _LATER_PART.search(name)]
+        whole = [name for name in entries(path) if name.lower().endswith(".gguf") and not _LATER_PART.search(name)]
         if len(whole) == 1:
             return path / whole[0]
         files = sorted(name + "/" * os.path.isdir(path / name) for name in entries(path))
@@ -91,6 +92,17 @@ def check_folder(path: Path) -> Path:
             try_=what_else(files) or _MODELS,
         )
     return path
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file of that name, or one that begins as a GGUF file does."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
+    try:
+        with open_file(path) as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _instead_of_a_file(path: Path) -> str:

@@ -112,7 +112,7 @@ WEIGHTS = (".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ckpt")
 def is_config(source: str) -> bool:
     """Whether MODEL is a configuration file, not a model."""
     path = pathlib.Path(source)
-    return path.suffix == ".toml" or (path.suffix not in WEIGHTS and path.is_file())
+    return path.suffix == ".toml" or (path.suffix.lower() not in WEIGHTS and path.is_file())
 
 
 ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token.")

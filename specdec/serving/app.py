@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -106,6 +107,8 @@ def application(service: Service) -> ASGIApp:
     async def detokenize(request: HttpRequest) -> Response:
         body = parsed(DetokenizeRequest, json_object(await _body(request, service.limits.body_bytes)))
         service.check_model(body.model)
+        if any(token >= lm.info.vocab_size for token in body.tokens):
+            raise Refusal(400, f"tokens takes ids of 0 to {lm.info.vocab_size - 1}", param="tokens")
         text = await run_in_threadpool(or_refusal, lambda: lm.tokenizer.decode(body.tokens, skip_special=False))
         return _json({"prompt": text})
 
@@ -193,6 +196,8 @@ class Guard:
             await self._app(scope, received, counted)
         except Refusal as error:
             await _json(error.body(), error.status, error.headers)(scope, receive, counted)
+        except ClientDisconnect:  # or a body that is no HTTP, to which uvicorn has answered
+            log.info("client_left")
         except Exception:  # a bug: the log has it, the answer does not
             log.exception("request_failed")
             if begun:

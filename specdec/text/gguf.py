@@ -102,11 +102,18 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
             ]
         )
     special = _special_tokens(metadata, tokens, file)
-    if "bos_token" in special and metadata.get(f"{_PREFIX}add_bos_token", rules.begins):
-        begin = special["bos_token"]
-        core.post_processor = processors.TemplateProcessing(
-            f"{begin} $A", special_tokens=[(begin, tokens.index(begin))]
-        )
+    around = {}
+    for role, usual in (("bos", rules.begins), ("eos", False)):
+        added = metadata.get(key := f"{_PREFIX}add_{role}_token", usual)
+        if type(added) is not bool:
+            raise _error(file, f"has {shown(added)} under {key}, which takes true or false")
+        if added and f"{role}_token" not in special:
+            raise _error(file, f"adds a {role} token ({key}) and does not name one")
+        around[role] = special[f"{role}_token"] if added else ""
+    if any(around.values()):
+        ids = [(token, tokens.index(token)) for token in filter(None, around.values())]
+        text = f"{around['bos']} $A {around['eos']}".strip()
+        core.post_processor = processors.TemplateProcessing(text, special_tokens=ids)
     return core, special, _chat_templates(file)
 
 

@@ -49,6 +49,8 @@ def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32
         writer.add_rope_dimension_count(config["head_dim"])
     _add_tokenizer(writer, folder)
     for key, value in metadata.items():
+        for values in writer.kv_data:
+            values.pop(key, None)
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.to(torch.float32)

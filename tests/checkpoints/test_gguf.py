@@ -244,6 +244,32 @@ def test_names_in_the_tables_are_the_converters() -> None:
         assert table.get_name(name) == renamed(f"{name}.weight").removesuffix(".weight")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.eos_token_id", [1, 2]),
+        ("tokenizer.ggml.add_bos_token", "yes"),
+        ("llama.rope.scaling.factor", 4.0),
+        ("llama.rope.scale_linear", 4.0),
+        ("llama.attention.sliding_window", 4),
+        ("llama.attention.value_length", 8),
+        ("general.type", "adapter"),
+    ],
+)
+def test_a_key_that_changes_the_model_is_named(tmp_path: Path, key: str, value: object) -> None:
+    """Refused by ``load`` in one sentence that names it, as a key of config.json is."""
+    file = write_gguf(tmp_path / "one.gguf", write_llama(tmp_path / "folder"), **{key: value})
+    with pytest.raises(CheckpointError) as caught:
+        specdec.load(str(file))
+    assert key.removesuffix(".factor") in str(caught.value) or value == "adapter"
+
+
+def test_a_file_is_recognised_by_how_it_begins(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "one.gguf", write_llama(tmp_path / "folder"))
+    for name in ("renamed.bin", "ONE.GGUF", "one"):
+        assert specdec.inspect_checkpoint(str(shutil.copy(file, tmp_path / name))).family == "llama"
+
+
 def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "folder")
     file = write_gguf(tmp_path / "one.gguf", folder)

@@ -16,10 +16,9 @@ from typing import Any
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.file import MAGIC, GgufFile, GgufTensor
+from specdec.checkpoints.gguf.file import GgufFile, GgufTensor
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, shown
-from specdec.files.reading import open_file
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _LAYER = {
@@ -47,6 +46,8 @@ _KEYS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
+# Keys that say what the tensors or other keys say too, or that a reader of the whole file needs not know
+_SILENT = ("vocab_size", "rope.dimension_count", "attention.value_length")
 _OPTIONAL = frozenset({"num_key_value_heads", "head_dim", "rope_theta"})
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 # Ends of a turn or text that a file may not name as its end token; llama.cpp stops at them by their text too
@@ -71,17 +72,6 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
 }
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path is a file of that name, or one that begins as a GGUF file does."""
-    if path.suffix == ".gguf" and path.is_file():
-        return True
-    try:
-        with open_file(path) as stream:
-            return stream.read(4) == MAGIC
-    except OSError:
-        return False
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -118,7 +108,13 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     """The tokens that end a generation, as generation_config.json names them."""
     metadata, tokens = file.metadata, file.metadata.get("tokenizer.ggml.tokens")
     keys = ("eos", "eot", "eom")
-    ids = [metadata[name] for key in keys if (name := f"tokenizer.ggml.{key}_token_id") in metadata]
+    named = {name: metadata[name] for key in keys if (name := f"tokenizer.ggml.{key}_token_id") in metadata}
+    for name, value in named.items():
+        if type(value) is not int:
+            raise CheckpointError(
+                f"{file.path.name} has {shown(value)} under {name}, which takes a token", file=file.path
+            )
+    ids = list(named.values())
     if isinstance(tokens, list):
         ends = set(_ENDS)
         ids += [index for index, token in enumerate(tokens) if token in ends]
@@ -161,8 +157,25 @@ class _Reader:
         width = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
         if rotary not in (None, width):
             raise self._error(f"rotates {rotary} of {width} values of a head ({self.prefix}.rope.dimension_count)")
+        if metadata.get(f"{self.prefix}.attention.value_length", width) != width:
+            raise self._error(f"has values of another width than keys ({self.prefix}.attention.value_length)")
         self._rope(config, width)
+        self._refuse_the_rest()
         return config
+
+    def _refuse_the_rest(self) -> None:
+        """Raises: CheckpointError for a key of the architecture that nobody reads, unless its value says nothing."""
+        kind = self.file.metadata.get("general.type", "model")
+        if kind != "model":
+            raise self._error(f"is no model but of the type {shown(kind)}")
+        read = {f"{self.prefix}.{name}" for name in (*_KEYS.values(), *_SILENT)}
+        for key, value in self.file.metadata.items():
+            if not key.startswith(f"{self.prefix}.") or key in read or key.startswith(f"{self.prefix}.rope.scaling."):
+                continue
+            if not isinstance(value, int | float | str) or value not in (0, "none", ""):
+                raise self._error(
+                    f"has {key} = {shown(value)}, which may change what the model computes and is not read"
+                )
 
     def _rope(self, config: dict[str, Any], width: int) -> None:
         """Add scaled rotary frequencies, which a file names by kind or, for Llama 3, holds as divisors."""
@@ -184,6 +197,8 @@ class _Reader:
             config["rope_scaling"] = {"rope_type": "yarn"} | {
                 names[key]: value for key, value in scaling.items() if key in names
             }
+        elif kind == "none" and (rest := scaling.keys() - {"type", "finetuned"}):
+            raise self._error(f"has {prefix}{min(rest)} without {prefix}type")
         elif kind != "none":
             raise self._error(f"scales its rotary embedding by {shown(kind)}; read are none, yarn and Llama 3's")
 

@@ -150,7 +150,7 @@ class _Parser:
             metadata[key] = self._value(self._scalar("<I"), key)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise self._error(f"has the alignment {shown(alignment)}, which is no power of two")
+            raise self._error(f"has the alignment {shown(alignment)}; it takes a power of two up to 2^20")
         headers = [self._tensor_header() for _ in range(tensors)]
         start = -(-self.at // alignment) * alignment
         found: dict[str, GgufTensor] = {}
