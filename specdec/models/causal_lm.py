@@ -236,7 +236,7 @@ class CausalLM(ForwardPass):
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         self._check_room(state, len(tokens))
         x = state.target_pass.run(tokens)
-        state.decoded = tokens, x
+        state.decoded = tuple(tokens), x  # the list is the caller's
         logits = self.ops.head(self._final(state, x), self.model.lm_head)
         return self._output(state, len(tokens), [x] if state.needs.hidden else [], logits)
 

@@ -218,7 +218,7 @@ class Text:
         if keep:
             self._advance(tokens, made.cache)
         else:
-            self._pending = tokens, made.cache
+            self._pending = list(tokens), made.cache
         return made
 
     def commit(self, rows: int) -> None:
