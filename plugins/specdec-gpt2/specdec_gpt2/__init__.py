@@ -46,6 +46,7 @@ def parse(config: Mapping[str, Any]) -> Gpt2Config:
     fields = Fields(config)
     fields.must_be("activation_function", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # three names of one formula
     fields.must_be("add_cross_attention", False)
+    fields.must_be("reorder_and_upcast_attn", False, True)  # scores are always in float32
     hidden, heads = fields.whole("n_embd"), fields.whole("n_head")
     if hidden % heads:
         raise CheckpointError(f"config.json: 'n_embd' ({hidden}) is not a multiple of 'n_head' ({heads})")
