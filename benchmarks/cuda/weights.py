@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.common import byte_tokenizer
 from benchmarks.cuda.shapes import Shape
 from specdec.backends.ops import Ops
+from specdec.checkpoints.reader import HeadSource
 from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
 from specdec.contract import PrepareEnv
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
@@ -53,7 +54,7 @@ class MadeWeights:
         agreement: how often the MTP head should be right; None for random weights only.
     """
 
-    head_converted = None
+    head = HeadSource()
 
     def __init__(
         self, shape: Shape, device: torch.device, *, dtype: torch.dtype = torch.bfloat16, agreement: float | None = None

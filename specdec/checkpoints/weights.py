@@ -22,7 +22,7 @@ from specdec.checkpoints.quantised import (
     rounded,
     rounds,
 )
-from specdec.checkpoints.reader import Checkpoint
+from specdec.checkpoints.reader import Checkpoint, HeadSource
 from specdec.errors import CheckpointError, nearest
 
 
@@ -57,6 +57,11 @@ class StoredWeights:
         self._keeps = frozenset() if weights == "decoded" else frozenset(keeps)
         self._bits = ROUNDED_BITS.get(weights, 0)
         self.used: Counter[tuple[str, bool]] = Counter()
+
+    @property
+    def head(self) -> HeadSource:
+        """Where its MTP head lies."""
+        return self.checkpoint.head
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A memory-mapped floating-point tensor, or a quantised one decoded into new memory.
