@@ -12,7 +12,6 @@ import math
 import pathlib
 import re
 from collections.abc import Collection, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +118,7 @@ class Named(dict[str, tuple[int, ...]]):
     """Weights of which only names are known."""
 
     shape = dict.__getitem__
-    checkpoint = SimpleNamespace(head=HeadSource())
+    head = HeadSource()
 
 
 @functools.cache
