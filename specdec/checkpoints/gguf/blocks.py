@@ -99,11 +99,6 @@ def _two_bits(raw: Tensor) -> Tensor:
     return groups.view(len(raw), -1)
 
 
-def _signed(codes: Tensor, middle: int) -> Tensor:
-    """Numbers ``code - middle`` as bytes in two's complement."""
-    return codes - middle if middle else codes
-
-
 def _q8_0(raw: Tensor) -> Unpacked:
     return Unpacked(raw[:, 2:], _f16(raw[:, :2]))
 
@@ -117,9 +112,9 @@ def _q4_1(raw: Tensor) -> Unpacked:
     return Unpacked(_pairs(_halves(raw[:, 4:], 32)), scales[:, :1], scales[:, 1:])
 
 
-def _q5_0(raw: Tensor) -> Unpacked:
+def _q5_0(raw: Tensor) -> Unpacked:  # bytes wrap around, which is two's complement
     codes = _halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6])
-    return Unpacked(_signed(codes, 16), _f16(raw[:, :2]))
+    return Unpacked(codes - 16, _f16(raw[:, :2]))
 
 
 def _q5_1(raw: Tensor) -> Unpacked:
@@ -167,7 +162,7 @@ def _q6_k(raw: Tensor) -> Unpacked:
     low = raw[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 256)
     codes = low | (_two_bits(raw[:, 128:192]) << 4)
-    return Unpacked(_signed(codes, 32), _f16(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8))
+    return Unpacked(codes - 32, _f16(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8))
 
 
 def _iq4_xs(raw: Tensor) -> Unpacked:
