@@ -278,6 +278,11 @@ class Trials:
         """Whether the trials at the start are still running."""
         return bool(self._opening)
 
+    @property
+    def running(self) -> bool:
+        """Whether a trial is running."""
+        return bool(self._opening or self._cycles)
+
     def open(self) -> None:
         """Begin with plain decoding, three depths and plain decoding again, because nothing is known yet."""
         depths = sorted({1, min(3, self._max_depth), self._max_depth})
@@ -414,7 +419,7 @@ class AdaptivePolicy(DepthPolicy):
 
     def record(self, cycle: CycleRecord) -> None:
         rates, trials = self._rates, self._trials
-        if rates.plain_cycles > QUIET and not (cycle.depth or self._depth or trials.opening):
+        if rates.plain_cycles > QUIET and not (cycle.depth or self._depth or trials.running):
             if rates.plain_cycles % SELDOM:  # overhead here slows plain decoding
                 rates.plain_cycles += 1
                 trials.passed(1)

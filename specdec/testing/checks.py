@@ -293,7 +293,15 @@ class Run:
         from hypothesis import seed as with_seed
         from hypothesis import strategies as st
         from hypothesis.errors import Flaky
+        from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 
+        class Seeded(HypothesisProvider):
+            """Draws no constants from the source of whatever modules are loaded: only the seed decides."""
+
+            def _maybe_draw_constant(self, *_: object, **__: object) -> None:
+                return None
+
+        AVAILABLE_PROVIDERS["specdec"] = Seeded
         for case in first if self.effort.factor >= 1 else ():
             try:
                 body(**case)
@@ -304,6 +312,7 @@ class Run:
 
         @settings(
             max_examples=max(self.count(examples), LEAST),
+            backend="specdec",
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink) if self.shrink else (Phase.generate,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 
@@ -32,6 +33,7 @@ from specdec.testing import (
     iter_checks,
     parametrize_checks,
     run_check,
+    strategies,
 )
 from specdec.testing.checks import LEAST, Broken, Run
 from specdec.testing.numerics import chi_square_tail
@@ -80,6 +82,20 @@ def test_the_same_seed_finds_the_same_case():
         for _ in range(2)
     ]
     assert texts[0] == texts[1]
+
+
+def test_the_same_seed_draws_the_same_cases_whatever_modules_are_loaded(tmp_path, monkeypatch):
+    def drawn():
+        cases = []
+        Run(seed=5, effort="full").explore(lambda **case: cases.append(case), examples=20, number=strategies.seeds)
+        return cases
+
+    before = drawn()
+    numbers = ", ".join(str(number) for number in range(1_000_003, 1_000_703, 7))  # hypothesis reads such constants
+    (tmp_path / "just_loaded.py").write_text(f"NUMBERS = [{numbers}]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("just_loaded")
+    assert drawn() == before
 
 
 def test_a_known_failure_is_reported_with_its_reason_and_one_that_passes_fails():
