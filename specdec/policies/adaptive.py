@@ -1,6 +1,7 @@
 """The adaptive depth policy: picks the depth with the best rate, depth 0 (plain decoding) included.
 
-``Rates`` estimates the rate of each depth, ``Trials`` schedules trials of other depths, and ``AdaptivePolicy`` decides.
+``Rates`` estimates the rate of each depth, ``Trials`` schedules trials of other depths, ``Budget`` bounds what drafting
+may lose, and ``AdaptivePolicy`` decides.
 The output of an exact verifier does not depend on the depth, so feedback across cycles cannot change it.
 """
 
@@ -48,6 +49,9 @@ LEARNING = 10  # visits during which an entry also moves its unvisited neighbour
 # rates
 STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
 MISSES = 8  # empty drafts over which the cost of one is averaged
+# the budget
+SHARE = 0.03  # of the decoding time so far that drafting may lose against plain decoding
+GRANT = 6.0  # plain cycles that it may lose in any case
 
 
 class Counts:
@@ -131,6 +135,10 @@ class CycleCosts:
         else:
             self._price(tokens)
 
+    def now(self, tokens: int) -> float:
+        """The seconds of a cycle at the present load."""
+        return self.seconds[tokens] * math.exp(self._load)
+
     def adopt(self, other: CycleCosts) -> None:
         """Start from what another generation with the same table learnt; the load is measured again."""
         self._own, self._visits = list(other._own), list(other._visits)
@@ -203,6 +211,16 @@ class Rates:
         self._costs.adopt(other._costs)
         self._miss = other._miss
 
+    def plain(self, cycle: CycleRecord) -> float:
+        """The seconds of a plain cycle at the present load. No pass is cheaper than one of a single row."""
+        return min(self._costs.now(0), cycle.verify_seconds + cycle.commit_seconds)
+
+    def loss(self, cycle: CycleRecord) -> float:
+        """Seconds that a cycle took longer than plain decoding of its tokens; negative if it was faster."""
+        expected = self._costs.now(min(cycle.offered, len(self._gains.seen)))
+        verified = min(cycle.verify_seconds + cycle.commit_seconds, math.exp(SLOWER) * expected)
+        return cycle.draft_seconds + verified - self.plain(cycle) * len(cycle.emitted)
+
     def observe(self, cycle: CycleRecord) -> None:
         """Learn from a cycle; the time of a drafter that catches up after a pause is ignored."""
         self._count(cycle)
@@ -250,6 +268,41 @@ class Rates:
             reached *= offer
             extra = 0.0
         self.by_depth = rates
+
+
+@attrs.define
+class Budget:
+    """The time that drafting may lose against plain decoding.
+
+    It is ``SHARE`` of the decoding time so far or ``GRANT`` plain cycles, whichever is more. Drafts that pay make up
+    for losses but save nothing for later ones. The first draft is free: it may prepare the drafter, and nothing shows
+    beforehand that a drafter is slow.
+
+    Attributes:
+        plain: seconds of a plain cycle.
+        next_loss: seconds that the next draft is expected to lose.
+    """
+
+    plain: float
+    next_loss: float
+    _lost: float = 0.0
+    _time: float = 0.0
+    _used: bool = False
+
+    def passed(self, seconds: float) -> None:
+        """Count the time of a cycle."""
+        self._time += seconds
+
+    def charge(self, loss: float) -> None:
+        """Count what a cycle with a draft lost, or gained if negative."""
+        if self._used:
+            self._lost = max(self._lost + loss, 0.0)
+        self._used, self.next_loss = True, max(loss, 0.0)
+
+    @property
+    def affords(self) -> bool:
+        """Whether another draft stays within the budget."""
+        return self._lost + self.next_loss <= max(SHARE * self._time, GRANT * self.plain)
 
 
 class Trials:
@@ -305,8 +358,15 @@ class Trials:
         self._tokens = self._cycles = 0
         self._second = False
 
-    def depth(self, current: int) -> int:
-        """The depth of the next cycle: ``current``, or a trial depth."""
+    def depth(self, current: int, affordable: bool = True) -> int:
+        """The depth of the next cycle: ``current``, or a trial depth; 0 if a draft is not ``affordable``."""
+        if not affordable:  # a trial that is due waits until it is
+            self._opening = []
+            if self._cycles:
+                self._end()
+            elif current:
+                self.cancel()
+            return 0
         if self._opening:
             return self._opening[0]
         if not self._cycles:
@@ -345,6 +405,9 @@ class Trials:
             self._second, self._cycles = True, 1
             return
         self._others += current > 0
+        self._end()
+
+    def _end(self) -> None:
         self._distance = min(2 * self._distance, self._last)
         self.cancel()
 
@@ -385,11 +448,14 @@ class AdaptivePolicy(DepthPolicy):
         self._learnt = learnt if learnt is not None else Learnt()
         self._min_gain = config.min_gain
         table, last = self._learnt.table, self._learnt.last
-        self._rates = Rates(self._learnt.seconds[: config.max_depth + 1], config.window)
+        seconds = self._learnt.seconds[: config.max_depth + 1]
+        self._rates = Rates(seconds, config.window)
+        self._budget = Budget(seconds[0], seconds[1] - seconds[0])
         self._trials = Trials(config.first_probe, config.last_probe, config.max_depth)
         if last is not None:
             self._rates.adopt(last._rates)
             self._trials.adopt(last._trials)
+            self._budget = attrs.evolve(last._budget)
             self._rates.update()
         elif table is None:
             self._trials.open()
@@ -406,7 +472,11 @@ class AdaptivePolicy(DepthPolicy):
     def reason(self) -> str:
         """Why the depth is 0, or an empty string."""
         if self._depth or self._trials.opening:
-            return ""
+            return (
+                ""
+                if self._budget.affords
+                else f"drafts have lost {SHARE:.0%} of the time so far and wait for their next trial"
+            )
         rates = self._rates.by_depth
         best = max(range(1, len(rates)), key=lambda depth: rates[depth])
         return (
@@ -415,10 +485,11 @@ class AdaptivePolicy(DepthPolicy):
         )
 
     def next_depth(self, stats: Stats) -> int:
-        return self._trials.depth(self._depth)
+        return self._trials.depth(self._depth, self._budget.affords)
 
     def record(self, cycle: CycleRecord) -> None:
         rates, trials = self._rates, self._trials
+        self._budget.passed(cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds)
         if rates.plain_cycles > QUIET and not (cycle.depth or self._depth or trials.running):
             if rates.plain_cycles % SELDOM:  # overhead here slows plain decoding
                 rates.plain_cycles += 1
@@ -426,6 +497,9 @@ class AdaptivePolicy(DepthPolicy):
                 return
         self._learnt.last = self
         rates.observe(cycle)
+        self._budget.plain = rates.plain(cycle)
+        if cycle.depth:
+            self._budget.charge(rates.loss(cycle))
         trials.passed(len(cycle.emitted))
         if trials.is_news(cycle, self._depth):
             rates.restart(cycle)

@@ -7,6 +7,7 @@ case that breaks the clause, or ``NotApplicable`` if the clause does not apply t
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 import sys
@@ -215,6 +216,22 @@ _SHOWN: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], set[str]]] = wea
 """By subject: the clauses that a complete run of a driver showed to be broken, by driver, seed and effort."""
 
 
+@functools.cache
+def _backend() -> str:
+    """Register a hypothesis backend whose cases depend on the seed alone, and return its name.
+
+    Its own one also draws constants from the source of whatever modules are loaded.
+    """
+    from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
+
+    class Seeded(HypothesisProvider):
+        def _maybe_draw_constant(self, *_: object, **__: object) -> None:
+            return None
+
+    AVAILABLE_PROVIDERS["specdec"] = Seeded
+    return "specdec"
+
+
 class Run:
     """One run of a check: its seed, its effort, and the search for failing cases.
 
@@ -293,15 +310,7 @@ class Run:
         from hypothesis import seed as with_seed
         from hypothesis import strategies as st
         from hypothesis.errors import Flaky
-        from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 
-        class Seeded(HypothesisProvider):
-            """Draws no constants from the source of whatever modules are loaded: only the seed decides."""
-
-            def _maybe_draw_constant(self, *_: object, **__: object) -> None:
-                return None
-
-        AVAILABLE_PROVIDERS["specdec"] = Seeded
         for case in first if self.effort.factor >= 1 else ():
             try:
                 body(**case)
@@ -312,7 +321,7 @@ class Run:
 
         @settings(
             max_examples=max(self.count(examples), LEAST),
-            backend="specdec",
+            backend=_backend(),
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink) if self.shrink else (Phase.generate,),

@@ -22,6 +22,7 @@ class Process:
     ``acceptance(n)``: conditional rates by position, the last one for all further positions. ``cost(n, k)``: true
     seconds of a cycle that verifies k drafted tokens. ``noise``: half the width of a uniform factor on them.
     ``outliers``: the share of cycles that take ten times as long. ``opinion``: how often the drafter has a draft.
+    ``draft``: seconds that it takes to look for one.
     """
 
     acceptance: Callable[[int], Sequence[float]]
@@ -29,11 +30,13 @@ class Process:
     noise: float = 0.03
     outliers: float = 0.0
     opinion: float = 1.0
+    draft: float = 0.0
 
     def table(self, wrong: Callable[[int], float] = lambda depth: 1.0) -> CostTable:
         """Costs as they would be measured before cycle 0, times ``wrong(depth)``."""
         seconds = [self.cost(0, depth) * wrong(depth) for depth in range(DEEPEST + 1)]
-        return CostTable(verify={depth + 1: value for depth, value in enumerate(seconds)}, draft={0: 0.0}, commit=0.0)
+        draft = {depth: self.draft * wrong(depth) if depth else 0.0 for depth in range(DEEPEST + 1)}
+        return CostTable(verify={depth + 1: value for depth, value in enumerate(seconds)}, draft=draft, commit=0.0)
 
     def tokens(self, cycle: int, depth: int) -> float:
         """Expected tokens of a cycle."""
@@ -45,7 +48,8 @@ class Process:
 
     def seconds(self, cycle: int, depth: int) -> float:
         """Expected seconds of a cycle, outliers left out: they hit every depth alike."""
-        return self.opinion * self.cost(cycle, depth) + (1.0 - self.opinion) * self.cost(cycle, 0)
+        verify = self.opinion * self.cost(cycle, depth) + (1.0 - self.opinion) * self.cost(cycle, 0)
+        return verify + (self.draft if depth else 0.0)
 
 
 @attrs.frozen
@@ -76,7 +80,7 @@ def play(policy: DepthPolicy, process: Process, cycles: int, seed: int = 0, begi
             offered=offered,
             accepted=accepted,
             emitted=(0,) * (accepted + 1),
-            draft_seconds=0.0,
+            draft_seconds=process.draft if asked else 0.0,
             verify_seconds=seconds,
             commit_seconds=0.0,
         )

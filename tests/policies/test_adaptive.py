@@ -8,7 +8,7 @@ import pytest
 
 from specdec.contract import CycleRecord, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
-from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
+from specdec.policies.adaptive import GRANT, SHARE, AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
 from specdec.testing import DepthPolicySubject, TableModel, parametrize_checks
 from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
 from tests.selection import cases
@@ -78,6 +78,36 @@ def test_what_a_useless_head_may_cost(table):
         played = play(adaptive(TABLES[table](process)), process, 4000, seed)
         for tokens, bound in BOUNDS[table].items():
             assert 1 - rate(played[:tokens]) <= bound, f"drafts of {step} steps, {tokens} tokens, seed {seed}"
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("draft", [0.0, 1.0, 5.0, 20.0])
+def test_drafting_never_loses_more_than_its_budget(draft, table):
+    """The budget, the first draft, which is free, and one draft that cost more than the one before it; without a table
+    two more, until the cost of rows is known."""
+    for acceptance, step in itertools.product((0.0, 0.3), (0.05, 1.0)):
+        process = Process(acceptance=lambda n, rate=acceptance: [rate], cost=line(step), draft=draft)
+        deepest = process.seconds(0, DEEPEST)
+        lost = time = 0.0
+        for cycle in play(adaptive(TABLES[table](process)), process, 2000):
+            time += cycle.record.draft_seconds + cycle.record.verify_seconds
+            lost = max(lost + cycle.seconds - len(cycle.record.emitted), 0.0) if cycle.asked else lost
+            assert lost <= 1.1 * max(GRANT, SHARE * time) + (2 if table != "none" else 4) * deepest
+
+
+def test_a_slow_drafter_that_is_right_gets_its_chance():
+    """A draft takes one and a half plain cycles, so only deep drafts pay."""
+    process = Process(acceptance=lambda n: [0.95], cost=line(0.02), draft=1.5)
+    for seed in range(5):
+        asked = [cycle.asked for cycle in play(adaptive(process.table()), process, 1500, seed)]
+        assert sum(depth > 3 for depth in asked[-300:]) > 250
+
+
+def test_a_draft_that_the_budget_forbids_has_a_reason():
+    policy = adaptive(None)
+    play(policy, Process(acceptance=lambda n: [0.0], cost=line(0.1), draft=30.0), 20)
+    assert policy.next_depth(Stats()) == 0
+    assert policy.reason
 
 
 @pytest.mark.parametrize("name", ["hopeless", "a dear first step that does not pay"])
