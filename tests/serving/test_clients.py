@@ -29,7 +29,7 @@ def client(server):
 
 
 def expected(lm, settings, **more):
-    return lm.generate(QUESTION[0]["content"], chat=True, max_new_tokens=24, **settings, **more)
+    return lm.generate(messages=QUESTION, max_new_tokens=24, **settings, **more)
 
 
 def test_the_model_is_listed(client):
