@@ -61,25 +61,24 @@ class Ours:
 class Theirs:
     """llama.cpp in a process of its own."""
 
-    def __init__(self, peer: Path, folder: Path, capacity: int) -> None:
-        script = Path(__file__).with_name("llama_cpp_peer.py")
-        config, threads = json.dumps(qwen3_5_config()), len(os.sched_getaffinity(0))
+    def __init__(self, peer: Path, capacity: int, *shape: str | Path) -> None:
+        script, threads = Path(__file__).with_name("llama_cpp_peer.py"), len(os.sched_getaffinity(0))
         self._process = subprocess.Popen(
-            [peer, script, folder, config, str(capacity), str(threads)],
+            [peer, script, str(capacity), str(threads), *shape],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def seconds(self, what: str, form: str, count: int) -> float:
-        """Seconds of ``"decode"`` or ``"prompt"``, as :class:`Ours` means them."""
+    def ask(self, *request: Any) -> Any:
+        """The answer to a request of ``llama_cpp_peer``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps([what, form, count]), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
             raise SystemExit(f"llama.cpp's process ended with status {self._process.wait()}")
-        return float(answer)
+        return json.loads(answer)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -95,8 +94,8 @@ def compare(ours: Ours, theirs: Theirs, form: str, what: str, count: int, repeat
     """Tokens per second of both, in turns, and the ratio of our speed to theirs."""
     if what == "decode":
         ours.prompt(CONTEXT)
-        theirs.seconds("prompt", form, CONTEXT)
-    turn = {"specdec": lambda: getattr(ours, what)(count), "llama.cpp": lambda: theirs.seconds(what, form, count)}
+        theirs.ask("prompt", form, CONTEXT)
+    turn = {"specdec": lambda: getattr(ours, what)(count), "llama.cpp": lambda: theirs.ask(what, form, count)}
     times: dict[str, list[float]] = {name: [] for name in turn}
     for repeat in range(-1, repeats):  # the first one warms up
         for name in turn if repeat % 2 == 0 else reversed(turn):
@@ -115,7 +114,7 @@ def compare(ours: Ours, theirs: Theirs, form: str, what: str, count: int, repeat
 def measure(options: Any, folder: Path) -> dict[str, Any]:
     """By pair of formats: decoding, and prompts by length."""
     capacity = max(*options.prompts, CONTEXT + options.tokens * (options.repeats + 1)) + 64
-    theirs = Theirs(options.peer or Path(sys.executable), folder, capacity)
+    theirs = Theirs(options.peer or Path(sys.executable), capacity, folder, json.dumps(qwen3_5_config()))
     result: dict[str, Any] = {}
     try:
         for pair in options.pairs:

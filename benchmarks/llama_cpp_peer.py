@@ -1,8 +1,12 @@
-"""llama.cpp's side of `benchmarks.against_llama_cpp`: writes the 0.8B shape as GGUF, and times what it is asked for.
+"""llama.cpp's side of our comparisons: writes the 0.8B shape as GGUF, and times what it is asked for.
+
+    llama_cpp_peer.py CONTEXT THREADS [FOLDER CONFIG]
 
 It runs in a process and an environment of its own, which needs llama-cpp-python, gguf and numpy only. Each line of its
-input is a request, and its answer the seconds it took: ``["decode", "Q8_0", 16]`` decodes 16 tokens one at a time after
-what was decoded before; ``["prompt", "BF16", 512]`` runs a prompt in an empty context.
+input is a request and gets a line of JSON. ``["decode", "Q8_0", 16]`` decodes 16 tokens one at a time after what was
+decoded before, and ``["prompt", "BF16", 512]`` runs a prompt in an empty context, with the shape of CONFIG, written
+into FOLDER; the answer is the seconds it took. ``["generate", "FILE.gguf", 16, [1, 2]]`` continues the prompt by the
+best 16 tokens, end tokens included; the answer has ``seconds`` without the prompt's, and ``tokens``.
 """
 
 from __future__ import annotations
@@ -104,6 +108,19 @@ def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"blk.{layer}.{name}.weight", shape
 
 
+def in_format(folder: Path, config: dict[str, Any], form: str) -> Path:
+    """The file of the shape in one of ``FORMATS``, written if it is not there."""
+    source, path = folder / "BF16.gguf", folder / f"{form}.gguf"
+    if not source.exists():
+        write(source, config)
+    if not path.exists():
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype = FORMATS[form]
+        if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), settings):
+            raise SystemExit(f"llama.cpp did not write {path}")
+    return path
+
+
 class Model:
     """A GGUF file with an open context."""
 
@@ -120,36 +137,41 @@ class Model:
     def empty(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
 
-    def feed(self, tokens: list[int]) -> None:
-        """Append tokens and read the last one's logits."""
+    def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
+        self.empty()
+        self.feed(prompt[:-1])
+        size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        tokens, token, started = [], prompt[-1], perf_counter()
+        for _ in range(count):
+            token = int(np.ctypeslib.as_array(self.feed([token]), (size,)).argmax())
+            tokens.append(token)
+        return {"seconds": perf_counter() - started, "tokens": tokens}
+
+    def feed(self, tokens: list[int]) -> Any:
+        """Append tokens; the logits of the last one."""
         for at in range(0, len(tokens), 2048):
             part = tokens[at : at + 2048]
             ids = (llama_cpp.llama_token * len(part))(*part)
             status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(ids, len(part)))
             if status:
                 raise SystemExit(f"llama_decode returned {status}")
-        llama_cpp.llama_get_logits_ith(self._context, -1)
+        return llama_cpp.llama_get_logits_ith(self._context, -1) if tokens else None
 
 
 def main() -> None:
-    folder, config, context, threads = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    context, threads = int(sys.argv[1]), int(sys.argv[2])
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
-    source = folder / "BF16.gguf"
-    if not source.exists():
-        write(source, config)
     models: dict[str, Model] = {}
     for line in sys.stdin:
-        what, form, count = json.loads(line)
+        what, form, count, *prompt = json.loads(line)
         if form not in models:
-            path = folder / f"{form}.gguf"
-            if not path.exists():
-                settings = llama_cpp.llama_model_quantize_default_params()
-                settings.ftype = FORMATS[form]
-                if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), settings):
-                    raise SystemExit(f"llama.cpp did not write {path}")
+            path = Path(form) if what == "generate" else in_format(Path(sys.argv[3]), json.loads(sys.argv[4]), form)
             models[form] = Model(path, context, threads)
         model = models[form]
+        if what == "generate":
+            print(json.dumps(model.generate(prompt[0], count)), flush=True)
+            continue
         tokens = [(37 * i) % BYTE_TOKENS for i in range(count)]
         if what == "prompt":
             model.empty()

@@ -1,102 +1,174 @@
-"""Released models as GGUF files: the same tokens with and without speculation, and as transformers, and how fast.
+"""Released models: speed, acceptance, equality with plain decoding, and agreement with transformers and llama.cpp.
 
-    python -m benchmarks.released FILE ... [--per-class 4] [--tokens 128] [--transformers] [--json FILE]
+    python -m benchmarks.released MODEL ... [--draft TARGET DRAFT] [--drafters ngram suffix] [--depths 2 4 8]
+        [--per-class 11] [--tokens 200] [--dtype auto] [--transformers] [--peer PYTHON] [--without-times]
+        [--json FILE] [--page docs/released-models.md]
 
-Prompts are those of ``specdec accept``, in the model's chat template where they are messages. Plain and default
-decoding take turns on every prompt, after one that is not counted. ``--transformers`` (needs `gguf` and `accelerate`)
-decodes the file to float32 there and asks, with our tokens given, which token is the best at every position: the tokens
-agree up to the first one that differs, whose distance from the best is reported in nats.
+MODEL is a GGUF file, a folder or a hub id; ``tools/fetch_models.py`` fetches four files. Prompts are those of
+``tasks.jsonl``, in the model's chat template if it has one. Plain decoding, default settings, and every drafter at
+every depth take turns on each prompt, with the same weights, after a short run of each that is not counted; DRAFT is a
+draft model for the MODEL called TARGET. ``--transformers`` (needs `gguf` and `accelerate`) decodes the weights to
+float32 there and asks, with our tokens given, which token is the best at every position. ``--peer`` is the Python of an
+environment with llama-cpp-python, gguf and numpy, which decodes the same files plainly. ``--without-times`` leaves
+times out of the page, for a machine that does other work too. The exit status is 1 if a run differs from plain.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import attrs
 import torch
 
 import specdec
-from benchmarks.common import machine, resident_bytes, save
-from specdec.measuring.prompts import Prompt, own_prompts
+from benchmarks.against_llama_cpp import Theirs
+from benchmarks.common import Tally, machine, median, resident_bytes, save
+from benchmarks.released_page import page
+from specdec.checkpoints import locate
+from specdec.config import Choice, TargetConfig
+from specdec.contract import PrepareEnv
+from specdec.decoding.parts import DrafterPart
+from specdec.measuring import choose_prompts, load_prompts
+from specdec.measuring.prompts import Prompt
 from specdec.measuring.runs import plain
 
+TASKS = Path(__file__).with_name("tasks.jsonl")
+CONTEXT = 4096  # tokens of a prompt and its answer in llama.cpp
 
-def run(file: Path, prompts: dict[str, Sequence[Prompt]], tokens: int, dtype: str) -> dict[str, Any]:
-    """Speeds and equality of one file, by class of prompts, and the plain tokens by prompt."""
+Texts = list[tuple[list[int], list[int]]]  # prompts, and what plain decoding answers
+
+
+def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple[dict[str, Any], Texts]:
+    """What the page says of one model, but for its agreement with transformers, which takes the texts."""
+    specdec.load("demo")  # libraries and kernels are not this model's memory
     before, began = resident_bytes(), perf_counter()
-    lm = specdec.load(str(file), dtype=dtype)
-    seconds, memory = perf_counter() - began, resident_bytes() - before
-    other = plain(lm)
-    lm.generate("once more", max_new_tokens=16)
-    classes: dict[str, Any] = {}
-    texts: list[tuple[list[int], tuple[int, ...]]] = []
-    for kind, chosen in prompts.items():
-        rates: dict[str, list[float]] = {"plain": [], "default": []}
-        equal, offered, accepted = 0, 0, 0
-        for prompt in chosen:
-            ids = prompt.encode(lm.tokenizer)
-            ours = lm.generate(ids, max_new_tokens=tokens)
-            theirs = other.generate(ids, max_new_tokens=tokens)
-            rates["default"].append(ours.stats.tokens_per_second)
-            rates["plain"].append(theirs.stats.tokens_per_second)
-            equal += ours.tokens == theirs.tokens
-            offered, accepted = offered + sum(ours.stats.offered), accepted + sum(ours.stats.accepted)
-            texts.append((ids, theirs.tokens))
-        classes[kind] = {
-            "prompts": len(chosen),
-            "equal": equal,
-            "plain_tokens_per_second": sum(rates["plain"]) / len(rates["plain"]),
-            "default_tokens_per_second": sum(rates["default"]) / len(rates["default"]),
-            "drafted": offered,
-            "accepted": accepted,
-        }
-    return {
-        "load_seconds": seconds,
-        "memory_added_over_file_size": memory / file.stat().st_size,
-        "weights": lm.info.weights,
-        "classes": classes,
-        "texts": texts,
-    }
+    lm = specdec.load(model, dtype=options.dtype)
+    load_seconds, memory = perf_counter() - began, resident_bytes() - before
+    arms: dict[str, tuple[Any, int | None]] = {"plain": (plain(lm), None), "default": (lm, None)}
+    draft = {str(locate(target)): draft for target, draft in options.draft}.get(model)
+    choices = [Choice(name) for name in options.drafters]
+    for choice in [*choices, Choice("draft_model", {"model": draft})] if draft else choices:
+        drafting = with_drafter(lm, choice)
+        arms |= {f"{choice.name} {depth}": (drafting, depth) for depth in options.depths}
+    for arm, depth in arms.values():
+        arm.generate("once more", max_new_tokens=8, depth=depth)
+    theirs = Theirs(options.peer, CONTEXT) if options.peer else None
+    tasks: dict[str, Any] = {}
+    texts: Texts = []
+    runs, differing, agreeing = 0, [], 0
+    for task, chosen in prompts.items():
+        tallies, waits = {arm: Tally() for arm in (*arms, *["llama.cpp"] * bool(theirs))}, []
+        for number, prompt in enumerate(chosen):
+            ids, answers = prompt.encode(lm.tokenizer), {}
+            for name in arms if number % 2 == 0 else reversed(arms):
+                arm, depth = arms[name]
+                result, first = generated(arm, ids, max_new_tokens=options.tokens, depth=depth)
+                tallies[name].add(result, result.stats.decode_seconds)
+                answers[name] = result.tokens
+                waits += [first] * (name == "default")
+            wanted = answers["plain"]
+            differing += [f"{name}, {prompt.name}" for name, tokens in answers.items() if tokens != wanted]
+            runs, texts = runs + len(arms) - 1, [*texts, (ids, wanted)]
+            if theirs is not None:
+                answer = theirs.ask("generate", model, len(wanted), ids)
+                tallies["llama.cpp"].tokens += len(wanted)
+                tallies["llama.cpp"].seconds += answer["seconds"]
+                agreeing += answer["tokens"] == wanted
+        arms_told = {name: attrs.asdict(tally) for name, tally in tallies.items()}
+        tasks[task] = {"prompts": len(chosen), "first_token_seconds": median(waits), "arms": arms_told}
+    if theirs is not None:
+        theirs.close()
+    size = file_bytes(locate(model))
+    facts = {"bytes": size, "weights": lm.info.weights, "dtype": lm.info.dtype, "family": lm.info.family}
+    facts |= {"draft_model": Path(draft).name if draft else None}
+    facts |= {"load_seconds": load_seconds, "memory_over_file_size": memory / size, "tasks": tasks}
+    facts |= {"runs": runs, "differing": differing, "chat": lm.tokenizer.has_chat_template}
+    return facts | ({"llama_cpp": {"texts": len(texts), "agree": agreeing}} if options.peer else {}), texts
 
 
-def agreement(file: Path, texts: Sequence[tuple[list[int], tuple[int, ...]]]) -> dict[str, Any]:
-    """How many texts have transformers' best token everywhere, and the gap at the first other one of each."""
-    from transformers import AutoModelForCausalLM
+def with_drafter(lm: Any, choice: Choice) -> Any:
+    """``lm`` with another drafter, over the same weights."""
 
-    model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    gaps: list[float] = []
-    for prompt, tokens in texts:
-        with torch.no_grad():
-            rows = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-        chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        gap = rows.amax(1) - chosen
-        if bool((gap > 0).any()):
-            gaps.append(float(gap[gap > 0][0]))
+    def load(asked: TargetConfig) -> tuple[Any, Any]:
+        draft = specdec.load(asked.model, drafter="none")
+        return draft.target, draft.tokenizer
+
+    env = PrepareEnv(target=lm.target, tokenizer=lm.tokenizer, load=load)
+    return attrs.evolve(lm, drafter=DrafterPart.of(choice).prepared(env))
+
+
+def generated(lm: Any, ids: list[int], **settings: Any) -> tuple[Any, float]:
+    """The result of a greedy generation, and the seconds to its first token."""
+    cycles: list[float] = []
+    started = perf_counter()
+    stream = lm.stream(ids, **settings)
+    stream.on_cycle = lambda cycle: cycles.append(perf_counter())
+    return stream.result, cycles[0] - started
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes of a GGUF file, or of a folder's weights."""
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+
+
+def agreement(path: Path, texts: Texts) -> dict[str, Any]:
+    """How many texts have transformers' best token everywhere, and the gaps in nats where the others leave it."""
+    gaps = [gap for gap in first_gaps(path, texts) if gap > 0]
     return {"texts": len(texts), "agree": len(texts) - len(gaps), "gaps_at_the_first_difference": gaps}
 
 
-def main() -> None:
+def first_gaps(path: Path, texts: Texts) -> Iterator[float]:
+    """How far the first token that is not transformers' best is below it, text by text; 0 if there is none."""
+    from transformers import AutoModelForCausalLM
+
+    named = {"gguf_file": path.name} if path.is_file() else {}
+    model = AutoModelForCausalLM.from_pretrained(path.parent if named else path, dtype=torch.float32, **named)
+    for prompt, tokens in texts:
+        with torch.no_grad():
+            rows = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        gaps = rows.amax(1) - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        yield next((float(gap) for gap in gaps if gap > 0), 0.0)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--per-class", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--draft", nargs=2, action="append", default=[], metavar=("TARGET", "DRAFT"))
+    parser.add_argument("--drafters", nargs="*", default=["ngram", "suffix"], metavar="NAME")
+    parser.add_argument("--depths", nargs="+", type=int, choices=range(1, 9), default=[2, 4, 8], metavar="N")
+    parser.add_argument("--per-class", type=int, default=11, metavar="N")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--peer", type=Path, metavar="PYTHON")
+    parser.add_argument("--without-times", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--page", type=Path, metavar="FILE")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    options = arguments()
     options.machine = machine()
-    prompts = {kind: chosen[: options.per_class] for kind, chosen in own_prompts().items()}
-    result: dict[str, Any] = {}
-    for file in options.files:
-        found = run(file, prompts, options.tokens, options.dtype)
-        texts = found.pop("texts")
+    prompts = choose_prompts(load_prompts(TASKS, chat=True), per_class=options.per_class)
+    sample = {"tokens": options.tokens, "depths": options.depths, "times": not options.without_times}
+    models: dict[str, Any] = {}
+    for model in options.models:
+        path = locate(model)
+        models[path.name], texts = measure(str(path), prompts, options)
         if options.transformers:
-            found["transformers"] = agreement(file, texts)
-        result[file.name] = found
-    save({"models": result}, options)
+            models[path.name]["transformers"] = agreement(path, texts)
+    result = {"sample": sample, "models": models}
+    save(result, options)
+    if options.page is not None:
+        options.page.write_text(page({"machine": options.machine, **result}), encoding="utf-8")
+    if any(model["differing"] for model in models.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
 
         def ask(name: str, count: int) -> str:
             if name == "direct":
-                return lm.generate(QUESTIONS[1], chat=True, max_new_tokens=count, **settings).text
+                return lm.generate(messages=messages, max_new_tokens=count, **settings).text
             asked = {"messages": messages, "max_tokens": count, "stream": True, **settings}
             return streamed(post(host, json.dumps(asked).encode())[1])
 
@@ -187,7 +187,10 @@ def load(minutes: float, clients: int) -> dict[str, Any]:
     lm = specdec.load(depth=3)
     expected = {
         (question, temperature, seed, tokens): lm.generate(
-            QUESTIONS[question], chat=True, temperature=temperature, seed=seed, max_new_tokens=tokens
+            messages=[{"role": "user", "content": QUESTIONS[question]}],
+            temperature=temperature,
+            seed=seed,
+            max_new_tokens=tokens,
         ).text
         for question in range(len(QUESTIONS))
         for temperature, seed in ((0.0, 0), (0.8, 5), (1.0, 6))

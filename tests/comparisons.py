@@ -108,7 +108,7 @@ same.
 """
 _RELEASED = """\
 For these models `config.json`, written from the published values, can be read, and the tensors that it implies add up
-to the published number of parameters.
+to the published number of parameters. [](released-models.md) has models whose weights were run.
 
 """
 _FORMATS = """\

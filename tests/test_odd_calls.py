@@ -32,6 +32,7 @@ from specdec.measuring import choose_prompts, load_prompts, own_prompts
 from specdec.measuring.acceptance import AcceptanceMeasurement
 from specdec.measuring.audit import audit, read_run
 from specdec.measuring.bench import BenchMeasurement
+from specdec.measuring.prompts import FOLDER
 from specdec.registry import registry
 from specdec.testing import check_plugin, check_subjects
 from specdec.testing.checks import Run
@@ -246,7 +247,7 @@ CALLS = [
         settings=True,
     ),
     Call("read_run", lambda lm, at: read_run),
-    Call("load_prompts", lambda lm, at: load_prompts),
+    Call("load_prompts", lambda lm, at: load_prompts, lambda lm, at: {"path": FOLDER / "copy.jsonl"}),
     Call("choose_prompts", lambda lm, at: choose_prompts, lambda lm, at: {"prompts": own_prompts()}),
     Call(
         "AcceptanceMeasurement",

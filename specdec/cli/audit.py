@@ -52,7 +52,9 @@ PER_CLASS = 4  # of specdec's own prompts
     multiple=True,
     help="Compare two OpenAI-compatible servers, the plain one first. The same one twice shows its own noise.",
 )
-@click.option("--prompts", "prompts_file", metavar="FILE", type=FILE, help="With --server: prompts as for accept.")
+@click.option(
+    "--prompts", "prompts_file", metavar="FILE", type=FILE, help="With --server: texts to continue, as for accept."
+)
 @integer("--per-class", "Prompts per class (default 4 of specdec's own)")
 @integer(
     "--batch", "Send N requests together, each beside a sampled one that is not judged (default 1, alone)", high=256
@@ -349,7 +351,7 @@ def _prompts(options: Mapping[str, Any], prompt_options: PromptOptions) -> list[
         if file is not None or per_class is not None:
             raise click.UsageError("--prompts and --per-class: with one prompt of your own, leave them out.")
         return [Prompt(kind="prompts", text=text)]
-    chosen = measuring.chosen_prompts(file, per_class or (PER_CLASS if file is None else None))
+    chosen = measuring.chosen_prompts(file, per_class or (PER_CLASS if file is None else None), chat=False)
     return [prompt for group in chosen.values() for prompt in group]
 
 

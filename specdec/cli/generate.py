@@ -1,4 +1,4 @@
-"""``specdec generate``: stream a continuation and report its speed."""
+"""``specdec generate``: stream an answer or a continuation, and report its speed."""
 
 from __future__ import annotations
 
@@ -71,13 +71,14 @@ def generate(
     strict_speculation: bool,
     as_json: bool,
 ) -> None:
-    """Continue a prompt and report the speed.
+    """Answer or continue a prompt and report the speed.
 
     The text goes to stdout, the report to stderr. On a terminal, tokens that were drafted are green. Without MODEL and
     prompt, the embedded model continues a sample with a fixed seed, which is then compared with plain decoding. Ctrl-C
     ends the generation and keeps its output so far; a second Ctrl-C aborts.
 
-    A model that was trained to answer expects its chat template: use --chat, --system or specdec chat.
+    Where the checkpoint has a chat template, the prompt is a message in it, and --system goes before; --raw continues
+    the prompt as it is. The embedded model continues text unless --chat or --system is given.
 
     --html writes one file that a browser shows without a server: each token's origin, what else was likely, and the
     cycles with their times.
@@ -150,9 +151,7 @@ def generate(
         output.print_json(data)
     else:
         if data["finish_reason"] == "stop" and len(data["tokens"]) == 1:
-            has_template = tokens is prompt and lm.tokenizer.has_chat_template
-            advice = "; --chat uses the chat template" if has_template else ""
-            click.echo(f"the model ended its answer with the first token{advice}", err=True)
+            click.echo(f"the model ended with its first token: {_how_prompted(lm, prompt, tokens)}", err=True)
         three_lines(data, _compared(lm, tokens, result, settings) if compare or sample else None)
         if stats:
             report(data)
@@ -171,6 +170,15 @@ def generate(
         )
     if data["finish_reason"] == "interrupted":
         ctx.exit(output.INTERRUPTED)
+
+
+def _how_prompted(lm: LanguageModel, prompt: str | list[int], tokens: str | list[int]) -> str:
+    """What to try after an empty answer."""
+    if tokens is not prompt:
+        return "the prompt was a message in the chat template; --raw continues it as text"
+    if lm.tokenizer.has_chat_template:
+        return "the prompt was not in the chat template; --chat puts it there"
+    return "the checkpoint has no chat template, so the prompt was continued as text"
 
 
 def sample_settings(config: GenerationConfig) -> GenerationConfig:

@@ -35,7 +35,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
         @functools.wraps(command)
         def resolved(prompts_file: str | None, classes: str | None, per_class: int | None, **options: Any) -> Any:
             names = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
-            prompts = chosen_prompts(prompts_file, per_class, names)
+            prompts = chosen_prompts(prompts_file, per_class, names, chat=options["config"].target.model != "demo")
             files: Files = {kind: options.pop(f"{kind}_file") for kind in ("csv", "plot", "html")}
             check_writable(files["csv"], plot=files["plot"])
             check_writable(plot=files["html"])
@@ -48,7 +48,8 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
                 "prompts_file",
                 metavar="FILE",
                 type=FILE,
-                help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
+                help='Your prompts: plain text, one per line, or JSON lines with "class" and "prompt". They are '
+                'messages if the checkpoint has a chat template; "chat": false marks a text to continue.',
             ),
             click.option("--classes", metavar="A,B", help="Measure only these prompt classes."),
             integer("--per-class", f"Prompts per class{'' if per_class else ' (default all)'}", per_class),
@@ -62,11 +63,15 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
     return decorate
 
 
-def chosen_prompts(file: str | None, per_class: int | None, classes: list[str] | None = None) -> PromptSet:
-    """Prompts of a file, or specdec's own. Raises: PromptError."""
+def chosen_prompts(
+    file: str | None, per_class: int | None, classes: list[str] | None = None, *, chat: bool
+) -> PromptSet:
+    """Prompts of a file, or specdec's own; ``chat`` as for ``load_prompts``. Raises: PromptError."""
     from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
 
-    return choose_prompts(own_prompts() if file is None else load_prompts(file), classes=classes, per_class=per_class)
+    return choose_prompts(
+        own_prompts() if file is None else load_prompts(file, chat=chat), classes=classes, per_class=per_class
+    )
 
 
 def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: bool) -> Any:

@@ -115,6 +115,12 @@ def is_config(source: str) -> bool:
     return path.suffix == ".toml" or (path.suffix.lower() not in WEIGHTS and path.is_file())
 
 
+chat_option = click.option(
+    "--chat/--raw",
+    default=None,
+    help="Prompts are messages in the chat template, or text as it is (default: messages if there is a template; the "
+    "embedded model continues text).",
+)
 ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token.")
 
 
@@ -266,7 +272,7 @@ class PromptOptions:
     text: str | None
     file: str | None
     tokens: str | None
-    chat: bool
+    chat: bool | None
     system: str | None
 
     def read(self, config: RunConfig) -> str | list[int]:
@@ -275,6 +281,8 @@ class PromptOptions:
         Raises: CheckpointError for a model that is not there, UsageError for no prompt or several, PromptError for an
             unreadable one.
         """
+        if self.chat is False and self.system is not None:
+            raise click.UsageError("--raw and --system: a system message needs the chat template.")
         from specdec.checkpoints.locate import is_hub_id, locate
         from specdec.registry import Kind, registry
 
@@ -298,11 +306,12 @@ class PromptOptions:
         return SAMPLE_PROMPT
 
     def in_template(self, lm: LanguageModel, prompt: str | list[int]) -> str | list[int]:
-        """``prompt``, in the checkpoint's chat template if that is asked for. Raises: PromptError if there is none."""
-        if isinstance(prompt, list) or not (self.chat or self.system is not None):
+        """``prompt``, as a message if it is one (``are_messages``). Raises: PromptError if there is no template."""
+        chat = self.chat if self.system is None else True
+        if isinstance(prompt, list) or not are_messages(lm, chat):
             return prompt
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return lm.chat_prompt([*system, {"role": "user", "content": prompt}])
+        return lm.tokenizer.encode_messages([*system, {"role": "user", "content": prompt}])
 
     def chosen_text(self) -> str | None:
         """The text of ``--prompt`` or ``--prompt-file``. Raises: UsageError for several, PromptError for a bad file."""
@@ -311,6 +320,16 @@ class PromptOptions:
         if len(options) > 1:
             raise click.UsageError(f"{' and '.join(options)}: give one prompt only.")
         return self.text if self.file is None else read_text(self.file)
+
+
+def are_messages(lm: LanguageModel, chat: bool | None) -> bool:
+    """Whether prompts go through the chat template: as ``--chat/--raw`` says, else where the checkpoint has one.
+
+    The embedded model, which was trained on text more than on answers, continues text unless told otherwise.
+    """
+    if chat is None:
+        return lm.config.target.model != "demo" and lm.tokenizer.has_chat_template
+    return chat
 
 
 def prompted(command: Command) -> Command:
@@ -323,12 +342,10 @@ def prompted(command: Command) -> Command:
 
     return add_options(
         resolved,
-        click.option("-p", "--prompt", type=TEXT, help="Text to continue; without it, text piped in."),
-        click.option(
-            "--prompt-file", metavar="FILE", type=FILE, help="A UTF-8 file with the text to continue; - for stdin."
-        ),
+        click.option("-p", "--prompt", type=TEXT, help="What to answer or continue; without it, text piped in."),
+        click.option("--prompt-file", metavar="FILE", type=FILE, help="A UTF-8 file with the prompt; - for stdin."),
         click.option("--prompt-tokens", metavar="1,2,3", help="Token ids to continue."),
-        click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template."),
+        chat_option,
         click.option("--system", metavar="TEXT", type=TEXT, help="A system message; implies --chat."),
     )
 

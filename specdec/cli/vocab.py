@@ -11,7 +11,16 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import check_writable
-from specdec.cli.options import FILE, PATH, integer, interruptible, read_text, settings_option
+from specdec.cli.options import (
+    FILE,
+    PATH,
+    are_messages,
+    chat_option,
+    integer,
+    interruptible,
+    read_text,
+    settings_option,
+)
 from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
@@ -36,7 +45,7 @@ PART = 1 << 18  # characters tokenised per step; parts end at line ends
     help='Count ids in greedy outputs: one prompt per line; a line in double quotes is a JSON string ("a\\nb").',
 )
 @integer("--tokens", "With --generate: total tokens, split equally between prompts", 100_000, high=None)
-@click.option("--chat", is_flag=True, help="With --generate: put prompts into the checkpoint's chat template.")
+@chat_option
 @integer("--size", "Ids to keep", 16_384)
 @click.option("-o", "--output", "file", metavar="OUT", required=True, type=PATH)
 @settings_option("target.dtype=float32")
@@ -48,7 +57,7 @@ def vocab(
     texts: tuple[str, ...],
     prompts: str | None,
     tokens: int,
-    chat: bool,
+    chat: bool | None,
     size: int,
     file: pathlib.Path,
     settings: tuple[str, ...],
@@ -65,8 +74,8 @@ def vocab(
     """
     if bool(texts) == bool(prompts):
         raise click.UsageError("Give either --text or --generate.")
-    if chat and not prompts:
-        raise click.UsageError("--chat goes with --generate.")
+    if chat is not None and not prompts:
+        raise click.UsageError("--chat and --raw go with --generate.")
     config = load_config(None, [*map(Override.parse, settings), Override(("target", "model"), model, "MODEL")])
     sources = {name: read_text(name) for name in texts}
     prompt_texts = _prompts(prompts) if prompts else []
@@ -84,6 +93,7 @@ def vocab(
     if texts:
         _count_texts(lm, sources, counts)
     else:
+        chat = are_messages(lm, chat)
         origin = {"generated_from": f"{len(prompt_texts)} prompts", "chat": chat}
         interrupted = _count_outputs(lm, prompt_texts, tokens, counts, chat=chat)
         if interrupted and not counts.total:
@@ -162,7 +172,8 @@ def _count_outputs(lm: LanguageModel, prompts: list[str], tokens: int, counts: T
             length = min(share, tokens - counts.total)
             if outputs.stopping or length <= 0:
                 break
-            stream = lm.stream(prompt, chat=chat, max_new_tokens=length, temperature=0.0)
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+            stream = lm.stream(**asked, max_new_tokens=length, temperature=0.0)
             outputs.started(stream)
             counts.add(stream.result.tokens)
             advance(counts.total, tokens)

@@ -17,6 +17,7 @@ from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, SessionFileError, SpecdecError, StateError, shown
 from specdec.text import common_prefix
+from specdec.text.chat_template import template_variables
 
 _SAVED = "conversation"  # key of Session.extra
 
@@ -55,7 +56,7 @@ class Conversation:
     @checked(PromptError)
     def __init__(self, lm: Parts, *, system: str | None = None, template: Mapping[str, Any] | None = None):
         self._lm = lm
-        self._template = _variables(template or {})
+        self._template = template_variables(template or {})
         self._system = system
         self._turns: list[_Turn] = []
         self._session = Session(lm)
@@ -299,7 +300,7 @@ def _checked(saved: Any, held: int, path: str | Path) -> tuple[str | None, list[
     """System message, turns and template of a saved conversation. Raises: SessionFileError when they are malformed."""
     try:
         talk = structure_options(saved, _Saved, _SAVED)
-        template = _variables(talk.template)
+        template = template_variables(talk.template)
     except SpecdecError as error:
         raise SessionFileError(f"the saved conversation is broken: {error.message}", file=path) from error
     messages = list(talk.messages)
@@ -309,10 +310,3 @@ def _checked(saved: Any, held: int, path: str | Path) -> tuple[str | None, list[
         raise SessionFileError("the saved conversation does not fit its session", file=path)
     texts = [message.content for message in messages]
     return system, [_Turn(*turn) for turn in zip(texts[::2], texts[1::2], talk.ends, strict=True)], template
-
-
-def _variables(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template. Raises: PromptError for one that the conversation itself gives."""
-    if taken := sorted({"self", "messages", "add_generation_prompt"} & template.keys()):
-        raise PromptError(f"the variable {taken[0]!r} of the chat template is the conversation's own")
-    return dict(template)

@@ -46,7 +46,7 @@ def _one_prompt(value: object) -> None:
         return
     if isinstance(value, Sequence) and value and not isinstance(value, bytes | bytearray | memoryview):
         if isinstance(value[0], Mapping):
-            raise Mismatch("text or token ids", value, "lm.chat(messages) for a conversation")
+            raise Mismatch("text or token ids", value, "messages=[...] for a conversation")
         if isinstance(value[0], str | Sequence):
             raise Mismatch("one prompt", value, "a loop over the prompts: one generation runs at a time")
 

@@ -313,56 +313,52 @@ class LanguageModel(Parts):
         return Session(self)
 
     @checked(PromptError)
-    def stream(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[CallSettings]) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+        **settings: Unpack[CallSettings],
+    ) -> Stream:
         """Generate in a fresh session; iterate for text, then read ``result``.
 
         Args:
-            prompt: text or token ids, as a sequence or a 1-d array of integers.
-            chat: wrap the text as a user message in the checkpoint's chat template.
+            prompt: text or token ids to continue as they are; ids are a sequence or a 1-d array of integers.
+            messages: a conversation to answer instead, in the checkpoint's chat template: ``{"role": "user", "content":
+                "..."}``, oldest first. ``Conversation`` keeps its state between turns.
+            template: variables of the chat template, such as ``{"enable_thinking": False}``.
             **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted. Also
                 ``prediction``, a text that the output is expected to repeat, such as the file that it edits, and
                 ``depth``, draft tokens per cycle in place of the depth policy.
+
+        Raises: PromptError for an unusable prompt or setting, and for messages without a chat template or one that
+            fails.
         """
-        if chat:
-            if not isinstance(prompt, str):
-                raise PromptError("a chat prompt is text, got token ids")
-            prompt = self.chat_prompt([{"role": "user", "content": prompt}])
+        if (prompt is None) == (messages is None):
+            raise PromptError("a generation takes a prompt or messages: give one of them")
+        if messages is not None:
+            prompt = self.tokenizer.encode_messages(messages, template)
+        elif template:
+            raise PromptError("template has the variables of the chat template, which a prompt does not go through")
         return self.session().stream(prompt, **settings)
 
     @checked(PromptError)
-    def generate(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[CallSettings]) -> Result:
-        """Generate a whole continuation, and return its text, tokens and counters.
-
-        Args: as for ``stream``.
-
-        Raises: PromptError for an unusable prompt or setting; PluginError when a plugin fails that decides the output.
-        """
-        return self.stream(prompt, chat=chat, **settings).result
-
-    @checked(PromptError)
-    def chat(
+    def generate(
         self,
-        messages: Sequence[Mapping[str, str]],
+        prompt: Prompt | None = None,
         *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         template: Mapping[str, Any] | None = None,
         **settings: Unpack[CallSettings],
     ) -> Result:
-        """Answer a conversation in a fresh session; ``Conversation`` keeps its state between turns.
+        """Generate a whole continuation or answer, and return its text, tokens and counters.
 
-        Args:
-            messages: ``{"role": "user", "content": "..."}``, oldest first.
-            template: variables of the chat template, such as ``{"enable_thinking": False}``.
-            **settings: as for ``stream``.
+        Args: as for ``stream``.
 
-        Raises: as ``generate``, and PromptError when the checkpoint has no chat template or it fails.
+        Raises: as ``stream``; PluginError when a plugin fails that decides the output.
         """
-        return self.stream(self.chat_prompt(messages, **(template or {})), **settings).result
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]], **template: Any) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins. Raises: PromptError."""
-        if not messages:
-            raise PromptError("there are no messages", try_='[{"role": "user", "content": "..."}]')
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **template), add_special=False)
+        return self.stream(prompt, messages=messages, template=template, **settings).result
 
     def _facts(self) -> list[tuple[str, str]]:
         info = self.info

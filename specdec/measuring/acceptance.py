@@ -246,7 +246,7 @@ class AcceptanceMeasurement(Measurement):
             )
         messages = any(prompt.chat for prompts in self._prompts.values() for prompt in prompts)
         if messages and not self._lm.tokenizer.has_chat_template:
-            yield "the checkpoint has no chat template: messages were continued as plain text"
+            yield "the checkpoint has no chat template: messages are continued as text"
         if report.guarantee not in (Guarantee.EXACT.value, Guarantee.DISTRIBUTION.value):
             yield f"the verifier is lossy ({report.guarantee}): it accepts tokens that plain decoding does not choose"
 

@@ -49,8 +49,7 @@ class Prompt:
                 ids = tokenizer.encode(self.text)
             else:
                 variables = {"enable_thinking": True} if self.kind == "verbose-thinking" else {}
-                text = tokenizer.apply_chat_template([{"role": "user", "content": self.text}], **variables)
-                ids = tokenizer.encode(text, add_special=False)
+                ids = tokenizer.encode_messages([{"role": "user", "content": self.text}], variables)
         except PromptError as error:
             raise PromptError(error.message, prompt=self.name, **error.facts) from error
         if not ids:
@@ -65,16 +64,17 @@ class Prompt:
 
 def own_prompts() -> dict[str, list[Prompt]]:
     """The prompts that come with specdec, by class."""
-    return {name: load_prompts(FOLDER / f"{name}.jsonl")[name] for name in CLASSES}
+    return {name: load_prompts(FOLDER / f"{name}.jsonl", chat=False)[name] for name in CLASSES}
 
 
 @checked(PromptError)
-def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
+def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prompt]]:
     """Read a user's file: JSON lines with ``class`` and ``prompt`` (and ``chat``), or plain text, one prompt per line.
 
     A file is JSON lines if its name ends in ``.jsonl`` or its first line is a JSON object. Empty lines are skipped.
-    ``chat`` marks a message for the chat template; the default is true for the classes ``verbose-thinking`` and
-    ``instruction``. Plain-text prompts all belong to the class ``prompts``.
+    Plain-text prompts all belong to the class ``prompts``. A prompt whose line does not say is a message if ``chat`` is
+    true or its class is ``verbose-thinking`` or ``instruction``; messages go through the checkpoint's chat template if
+    there is one.
 
     Raises: PromptError naming the file, and the line of a bad prompt.
     """
@@ -100,9 +100,11 @@ def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
             if wrong := _wrong(data, line):
                 raise PromptError(wrong, file=file, line=number, try_=EXAMPLE)
             kind = data["class"].strip()
-            prompt = Prompt(kind=kind, text=data["prompt"], chat=data.get("chat", kind in CHAT_CLASSES), source=source)
+            prompt = Prompt(
+                kind=kind, text=data["prompt"], chat=data.get("chat", chat or kind in CHAT_CLASSES), source=source
+            )
         else:
-            prompt = Prompt(kind=PLAIN_CLASS, text=line.rstrip("\r"), source=source)
+            prompt = Prompt(kind=PLAIN_CLASS, text=line.rstrip("\r"), chat=chat, source=source)
         prompts.setdefault(prompt.kind, []).append(prompt)
     return prompts
 

@@ -113,7 +113,12 @@ def load_target(config: RunConfig) -> LoadedTarget:
         dtype_reason=dtype_reason,
         fingerprint=_fingerprint(checkpoint, asked),
     )
-    how = f"; rounded, as target.weights = {asked.weights!r} asks" if asked.weights in ROUNDED_BITS else ""
+    how = ""
+    if asked.weights in ROUNDED_BITS:
+        if any(found.quantised for found in formats_of(checkpoint).values()):
+            notices.append(f"weights = {asked.weights!r} leaves quantised weights as they are stored")
+        else:
+            how = f"; rounded to {asked.weights} when loaded"
     target.info = attrs.evolve(target.info, weights=stored.summary() + how)
     if asked.mtp_states != "auto" and not target.info.mtp_layers:
         raise ConfigError(f"target.mtp_states is {asked.mtp_states!r}, and {asked.model} has no MTP head")

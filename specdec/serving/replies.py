@@ -170,17 +170,16 @@ class Reply:
 
 
 def _usage(result: Result) -> dict[str, Any]:
-    """Tokens of prompt and answer; drafts are OpenAI's predicted tokens."""
-    stats = result.stats
-    drafted, accepted, completion = sum(stats.offered), sum(stats.accepted), len(result.tokens)
+    """Tokens of prompt and answer, and of the request's own prediction; drafts are in ``specdec`` instead."""
+    stats, completion = result.stats, len(result.tokens)
     return {
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": result.prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": max(result.prompt_tokens - 1 - stats.prefilled, 0)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "accepted_prediction_tokens": stats.prediction_accepted,
+            "rejected_prediction_tokens": stats.prediction_offered - stats.prediction_accepted,
         },
     }
 

@@ -17,6 +17,7 @@ from specdec.errors import SpecdecError, did_you_mean, shown
 from specdec.files.reading import parse_json
 from specdec.serving.refusal import Refusal
 from specdec.serving.tools import call_grammar, render_with_tools
+from specdec.text.chat_template import OWN_VARIABLES
 
 R = TypeVar("R", bound="Body")
 T = TypeVar("T")
@@ -276,7 +277,7 @@ class Conversation(Body):
 
     def prompt_of(self, lm: Parts) -> tuple[list[int], str]:
         """The prompt, and its text. Raises: SpecdecError; Refusal."""
-        taken = sorted({"self", "messages", "add_generation_prompt", "tools"} & self.chat_template_kwargs.keys())
+        taken = sorted({*OWN_VARIABLES, "tools"} & self.chat_template_kwargs.keys())
         if taken:
             raise Refusal(400, f"chat_template_kwargs cannot set {taken[0]!r}", param="chat_template_kwargs")
         variables = dict(self.chat_template_kwargs)

@@ -13,6 +13,7 @@ from specdec.checkpoints import read_json
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import read_text
 
+OWN_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})  # of a conversation, whoever renders it
 SOURCE_LIMIT = 2**18  # characters of a template; the longest of a released model has 20,000
 
 
@@ -32,6 +33,13 @@ class ChatTemplate:
         except Exception as error:  # expressions in a template can raise anything
             reason, line = rendering.reason_and_line(error)
             raise PromptError(f"the chat template failed: {reason}", file=self.file, line=line) from error
+
+
+def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``given``, variables for a template. Raises: PromptError for one that the conversation itself sets."""
+    if taken := sorted(OWN_VARIABLES & given.keys()):
+        raise PromptError(f"the variable {taken[0]!r} of the chat template is the conversation's own")
+    return dict(given)
 
 
 def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:

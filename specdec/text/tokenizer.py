@@ -19,7 +19,7 @@ from specdec.checkpoints import read_json, text_config
 from specdec.checkpoints.gguf import generation_config, is_gguf, read_gguf
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import parse_json, read_text
-from specdec.text.chat_template import ChatTemplate, read_chat_templates
+from specdec.text.chat_template import ChatTemplate, read_chat_templates, template_variables
 
 T = TypeVar("T")
 
@@ -220,6 +220,18 @@ class Tokenizer:
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         return template.render(values)
+
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the chat template, up to where the answer begins.
+
+        Args: as for ``apply_chat_template``. Raises: PromptError, also for no messages.
+        """
+        if not messages:
+            raise PromptError("there are no messages", try_='[{"role": "user", "content": "..."}]')
+        text = self.apply_chat_template(messages, **template_variables(variables or {}))
+        return self.encode(text, add_special=False)
 
     def _chosen_template(self, with_tools: bool) -> ChatTemplate:
         templates = self._chat_templates

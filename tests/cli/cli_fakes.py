@@ -71,12 +71,16 @@ class FakeStream:
         )
 
 
+class FakeTokenizer:
+    has_chat_template = True
+
+    def encode_messages(self, messages):
+        return [f"{message['role']}: {message['content']}" for message in messages]
+
+
 class FakeModel:
     def __init__(self, config, interrupts=()):
-        self.config, self.interrupts, self.asked = config, interrupts, []
-
-    def chat_prompt(self, messages):
-        return [f"{message['role']}: {message['content']}" for message in messages]
+        self.config, self.interrupts, self.asked, self.tokenizer = config, interrupts, [], FakeTokenizer()
 
     def stream(self, prompt, *, prediction=None):
         if not prompt:

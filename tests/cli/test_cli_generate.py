@@ -100,6 +100,9 @@ def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
     [
         (["--prompt-file", "file", "--chat"], None, ["user: schön\n"]),
         (["--prompt", "x", "--system", "Be brief."], None, ["system: Be brief.", "user: x"]),
+        (["a/model", "--prompt", "x"], None, ["user: x"]),
+        (["a/model", "--prompt", "x", "--raw"], None, "x"),
+        (["a/model", "--prompt-tokens", "1,2"], None, [1, 2]),
         (["--prompt-file", "-"], "from stdin", "from stdin"),
         ([], "piped", "piped"),
         (["--prompt", "x"], "piped", "x"),
@@ -137,9 +140,14 @@ def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke)
 
 @pytest.mark.usefixtures("loaded_once")
 def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, monkeypatch):
-    done = invoke("generate", "-p", "def f(", "-s", "generation.logit_bias={2=1e6}", registry=OWN)
-    assert done.exit_code == 0, done.stderr
-    assert "ended its answer with the first token; --chat uses the chat template" in done.stderr
+    for option, told in (
+        ("--raw", "not in the chat template; --chat puts it"),
+        ("--chat", "--raw continues it as text"),
+    ):
+        done = invoke("generate", "-p", "def f(", option, "-s", "generation.logit_bias={2=1e6}", registry=OWN)
+        assert done.exit_code == 0, done.stderr
+        assert "the model ended with its first token: the prompt was" in done.stderr
+        assert told in done.stderr
 
     def fails(stream):
         yield "text"

@@ -24,7 +24,7 @@ def lm():
 
 def test_the_typed_settings_are_the_fields_of_the_configuration():
     assert set(GenerationSettings.__annotations__) == {field.name for field in attrs.fields(GenerationConfig)}
-    for function in (specdec.LanguageModel.generate, specdec.LanguageModel.chat, specdec.Session.generate):
+    for function in (specdec.LanguageModel.generate, specdec.Session.generate):
         kind = typing.get_type_hints(inspect.unwrap(function))["settings"]
         assert typing.get_args(kind) == (CallSettings,)
     parameters = inspect.signature(specdec.Session.stream).parameters
@@ -34,13 +34,20 @@ def test_the_typed_settings_are_the_fields_of_the_configuration():
 
 def test_a_conversation_is_rendered_by_the_template(lm):
     want = lm.tokenizer.encode(lm.tokenizer.apply_chat_template(MESSAGES), add_special=False)
-    made = lm.chat(MESSAGES, max_new_tokens=8, seed=2, temperature=0.7)
+    made = lm.generate(messages=MESSAGES, max_new_tokens=8, seed=2, temperature=0.7)
     assert made.prompt == want
     assert made.tokens == lm.generate(want, max_new_tokens=8, seed=2, temperature=0.7).tokens
-    thinking = lm.chat(MESSAGES, template={"enable_thinking": True}, max_new_tokens=1)
+    thinking = lm.generate(messages=MESSAGES, template={"enable_thinking": True}, max_new_tokens=1)
     assert len(thinking.prompt) > len(want)
-    with pytest.raises(PromptError, match="there are no messages"):
-        lm.chat([])
+    for call, message in (
+        ({"messages": []}, "there are no messages"),
+        ({}, "takes a prompt or messages: give one"),
+        ({"prompt": "x", "messages": MESSAGES}, "takes a prompt or messages: give one"),
+        ({"prompt": "x", "template": {"enable_thinking": True}}, "which a prompt does not go through"),
+        ({"messages": MESSAGES, "template": {"messages": []}}, "'messages' of the chat template is the conversation's"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            lm.generate(**call)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,6 @@ def test_a_conversation_is_rendered_by_the_template(lm):
         ([[1, 2], [3]], "takes one prompt"),
         (MESSAGES, "takes text or token ids"),
         (5, "takes a string or a list, got 5"),
-        (None, "takes a string or a list, got None"),
         (b"x", "takes a string or a list, got b'x'"),
     ],
 )

@@ -356,6 +356,16 @@ def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows
     assert row.logsumexp() == pytest.approx(whole.logsumexp(), abs=1e-6)
 
 
+def test_the_weights_of_a_draft_model_are_quantised_when_it_is_loaded():
+    plain = specdec.load("demo", drafter="none").generate("def add(", max_new_tokens=24)
+    for weights, held in (("auto", "bfloat16 ("), ("int4", "int4 g64 (")):
+        lm = specdec.load("demo", drafter={"name": "draft_model", "model": "demo", "weights": weights}, depth=3)
+        result = lm.generate("def add(", max_new_tokens=24)
+        assert result.tokens == plain.tokens
+        assert result.stats.draft["weights"].startswith(held)
+        assert result.weights == plain.weights
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +394,7 @@ BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
         ["1 token ids differ", "265 is no token to the target and '<|extra|>' to the draft model"],
     ),
     "no such mode": (lambda **_: {"model": "demo", "tokenizers": "texts"}, ["drafter.tokenizers", "'text'"]),
+    "no such weights": (lambda **_: {"model": "demo", "weights": "int3"}, ["drafter.weights", "'int3'"]),
     "unknown key": (lambda **_: {"model": "demo", "min_margn": 1.0}, ["drafter.min_margn", "min_margin"]),
     "no such backend": (
         lambda folders, **_: {"model": folders.llama, "backend": "tpu"},

@@ -52,12 +52,13 @@ def _through_the_api(path: pathlib.Path) -> None:
         lm = specdec.load(str(path), dtype="float32", depth=1)
     else:
         lm = specdec.load(config=specdec.load_config(path))
-    for settings in ({}, {"chat": True} if lm.tokenizer.has_chat_template else {}):
+    message = {"messages": [{"role": "user", "content": "the eel\n"}]}
+    for asked in ({"prompt": "the eel\n"}, *[message] * lm.tokenizer.has_chat_template):
         _start_the_clock()
         try:
-            lm.generate("the eel\n", max_new_tokens=3, ignore_eos=True, **settings)
+            lm.generate(**asked, max_new_tokens=3, ignore_eos=True)
         except specdec.SpecdecError as error:
-            if not settings:
+            if asked is not message:
                 raise
             _check_message(f"{type(error).__name__}: {error}")
 
@@ -67,7 +68,7 @@ def _through_the_command_line(path: pathlib.Path) -> None:
     from specdec.errors import SpecdecError
 
     tail = [str(path)] if path.is_file() else ["-m", str(path), "-s", "depth.depth=1", "-s", "target.dtype=float32"]
-    commands = [["generate", *tail, "-p", "the eel", "-n", "2"]]
+    commands = [["generate", *tail, "-p", "the eel", "-n", "2", "--raw"]]
     if path.is_dir():
         commands.insert(0, ["info", str(path)])
         commands.append(["generate", *tail, "-p", "the eel", "-n", "2", "--chat"])

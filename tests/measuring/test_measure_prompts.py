@@ -17,8 +17,10 @@ from specdec.text import Tokenizer
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 
 
-@given(st.lists(st.tuples(words, words, st.none() | st.booleans()), min_size=1, max_size=8), st.booleans())
-def test_json_lines_come_back_as_they_were_written(tmp_path_factory, rows, empty_lines):
+@given(
+    st.lists(st.tuples(words, words, st.none() | st.booleans()), min_size=1, max_size=8), st.booleans(), st.booleans()
+)
+def test_json_lines_come_back_as_they_were_written(tmp_path_factory, rows, empty_lines, messages):
     file = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
     lines = [
         json.dumps({"class": kind, "prompt": text} | ({} if chat is None else {"chat": chat}))
@@ -29,9 +31,9 @@ def test_json_lines_come_back_as_they_were_written(tmp_path_factory, rows, empty
     for kind, text, chat in rows:
         kind = kind.strip()
         wanted.setdefault(kind, []).append(
-            Prompt(kind=kind, text=text, chat=kind in CHAT_CLASSES if chat is None else chat)
+            Prompt(kind=kind, text=text, chat=messages or kind in CHAT_CLASSES if chat is None else chat)
         )
-    assert load_prompts(file) == wanted
+    assert load_prompts(file, chat=messages) == wanted
 
 
 def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
@@ -41,7 +43,8 @@ def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
     assert name == "prompts"
     assert [prompt.text for prompt in found[name]] == ["first line", "  [second] {line}", "third"]
     assert [prompt.source for prompt in found[name]] == [f"mine.txt, line {n}" for n in (1, 3, 4)]
-    assert not any(prompt.chat for prompt in found[name])
+    for chat in (False, True):
+        assert {prompt.chat for prompt in load_prompts(file, chat=chat)[name]} == {chat}
 
 
 @pytest.mark.parametrize(

