@@ -105,6 +105,8 @@ a ratio compares neighbouring runs.
 - *Texts of transformers*: the file is decoded to float32 there. A text agrees if each of its tokens is the best one
   given those before it. specdec computes in the stated dtype, so near-ties may fall the other way; the largest gap is
   stated.
+- *Texts of llama.cpp*: plain greedy decoding of the same file. It rounds activations to 8 bits before a product with
+  quantised weights, so its texts part from ours sooner.
 
 To repeat it:
 

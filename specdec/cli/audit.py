@@ -11,6 +11,7 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.options import (
+    EXTRA_ARGUMENTS,
     FILE,
     KEYS,
     LARGEST,
@@ -43,7 +44,7 @@ SHORT = 24  # characters of a token there
 PER_CLASS = 4  # of specdec's own prompts
 
 
-@click.command()
+@click.command(context_settings=EXTRA_ARGUMENTS)
 @click.option(
     "--server",
     "servers",

@@ -15,6 +15,7 @@ from specdec.cli import output
 from specdec.cli.measuring import check_writable, plain_milliseconds
 from specdec.cli.options import (
     ESCAPED,
+    EXTRA_ARGUMENTS,
     PATH,
     SAMPLE_PROMPT,
     SAMPLE_SETTINGS,
@@ -41,7 +42,7 @@ COMPARED_RUNS = 3  # of each kind, with --compare; the fastest counts
 QUICK_S = 2.0  # a generation that takes longer is compared with one of each kind
 
 
-@click.command()
+@click.command(context_settings=EXTRA_ARGUMENTS)
 @prompted
 @configured()
 @click.option(

@@ -332,11 +332,17 @@ def are_messages(lm: LanguageModel, chat: bool | None) -> bool:
     return chat
 
 
+EXTRA_ARGUMENTS = {"allow_extra_args": True}  # context settings of a command with prompts, which asks about them
+
+
 def prompted(command: Command) -> Command:
     """Add the options of ``PromptOptions``; the function gets them as ``prompt_options``."""
 
     @functools.wraps(command)
     def resolved(**options: Any) -> Any:
+        if extra := click.get_current_context().args:
+            hint = f"Did you mean --prompt {shlex.quote(cut(extra[0], 100))}?"
+            raise click.UsageError(f"Got unexpected extra argument {shown(extra[0])}. {hint}")
         prompt = PromptOptions(*(options.pop(name) for name in PROMPT_OPTIONS))
         return command(prompt_options=prompt, **options)
 

@@ -24,6 +24,7 @@ BEFORE_LOADING = [
     ("generate -p x --raw --system y", "--raw and --system: a system message needs the chat template"),
     ("generate --model a/b", "Give a/b a prompt"),
     ("generate 'def add(a, b):'", "Did you mean --prompt 'def add(a, b):'?"),
+    ("generate demo 'write a poem'", "extra argument 'write a poem'. Did you mean --prompt 'write a poem'?"),
     ("generate gpt2", 'a hub id with its organization, as in "openai-community/gpt2"'),
     ("generate --prompt x -s top_p=0.9", "key top_p is unknown. Did you mean 'generation.top_p'?"),
     ("generate --prompt x --stop \udcff", "not valid UTF-8"),
