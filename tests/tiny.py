@@ -243,16 +243,21 @@ def write_llama(
     max_positions: int = 512,
     shards: int = 1,
     logit_spread: float = 3.0,
+    edit: Callable[[_Draw, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
+    keys: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """A Llama 3 checkpoint; as ``model_type`` "qwen2" q, k and v have biases, as "qwen3" q and k have norms."""
+    """A Llama 3 checkpoint; as ``model_type`` "qwen2" q, k and v have biases, as "qwen3" q and k have norms.
+
+    Families like it ``edit`` the tensors of a layer, and have other ``keys`` in the config.
+    """
     draw = _Draw(seed)
     tensors = {"model.embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
     tensors |= _under("model.", _norms(draw, hidden, "norm", mean=1.2))
     for i in range(layers):
         layer = _norms(draw, hidden, *_LAYER_NORMS, mean=1.0) | _mlp(draw, hidden, intermediate)
-        kinds = {"bias": model_type == "qwen2", "normed": model_type == "qwen3"}
+        kinds = {"bias": model_type == "qwen2", "normed": model_type in ("qwen3", "qwen3_moe", "gemma3_text")}
         layer |= plain_attention(draw, hidden, heads, kv_heads, head_dim, **kinds)
-        tensors |= _under(f"model.layers.{i}.", layer)
+        tensors |= _under(f"model.layers.{i}.", edit(draw, layer) if edit else layer)
     if not tied:
         tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
     config = {
@@ -279,7 +284,7 @@ def write_llama(
         assert head_dim * heads == hidden, "the heads of Qwen2.5 fill the hidden size"
     else:
         config |= {"attention_bias": False, "mlp_bias": False, "head_dim": head_dim}
-    return _write(folder, config, tensors, vocab, dtype, shards)
+    return _write(folder, config | dict(keys or {}), tensors, vocab, dtype, shards)
 
 
 def plain_attention(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,67 @@ def write_qwen3_next(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
 def write_qwen2(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     """A Qwen2.5 checkpoint."""
     return write_llama(folder, model_type="qwen2", **{"kv_heads": 2, **settings})
+
+
+def _with_norms(draw: _Draw, layer: Tensors, *names: str) -> Tensors:
+    hidden = layer["self_attn.o_proj.weight"].shape[0]
+    return layer | _norms(draw, hidden, *names, mean=1.0)
+
+
+def _gemma3_layer(draw: _Draw, layer: Tensors) -> Tensors:
+    return _with_norms(draw, layer, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _olmo2_layer(draw: _Draw, layer: Tensors) -> Tensors:
+    """Norms behind attention and MLP, and over all heads."""
+    rows = {name: layer[f"self_attn.{name}_proj.weight"].shape[0] for name in "qk"}
+    norms = {f"self_attn.{name}_norm.weight": draw.normal(size, mean=1.2, std=0.4) for name, size in rows.items()}
+    del layer["input_layernorm.weight"]
+    return _with_norms(draw, layer | norms, "post_feedforward_layernorm")
+
+
+def _phi3_layer(draw: _Draw, layer: Tensors) -> Tensors:
+    """Projections that read the same rows are one."""
+    for parts, fused in (("self_attn.q self_attn.k self_attn.v", "self_attn.qkv"), ("mlp.gate mlp.up", "mlp.gate_up")):
+        matrices = [layer.pop(f"{part}_proj.weight") for part in parts.split()]
+        layer[f"{fused}_proj.weight"] = torch.cat(matrices)
+    return layer
+
+
+def _qwen3_moe_layer(draw: _Draw, layer: Tensors) -> Tensors:
+    hidden = layer["self_attn.o_proj.weight"].shape[0]
+    dense = {name: tensor for name, tensor in layer.items() if not name.startswith("mlp.")}
+    return dense | {"mlp.gate.weight": draw.matrix(6, hidden, 1.5), **_experts(draw, hidden, 20, 6, "apart")}
+
+
+GEMMA3_KEYS = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 20}
+MOE_KEYS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+LIKE_LLAMA: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "gemma3_text", "edit": _gemma3_layer, "keys": GEMMA3_KEYS, "logit_spread": 0.5},
+    "granite": {"keys": {"attention_multiplier": 0.3}},
+    "mistral": {},
+    "olmo2": {"edit": _olmo2_layer},
+    "phi3": {"edit": _phi3_layer, "keys": {"pad_token_id": 0}},
+    "qwen3_moe": {"edit": _qwen3_moe_layer, "keys": MOE_KEYS},
+    "smollm3": {"keys": {"pad_token_id": 0}},
+}
+
+
+def _writer(family: str) -> Callable[..., pathlib.Path]:
+    """Writes a checkpoint of a family like Llama."""
+
+    def write(folder: pathlib.Path, *, keys: Mapping[str, Any] | None = None, **settings: Any) -> pathlib.Path:
+        usual = {"model_type": family} | LIKE_LLAMA[family]
+        return write_llama(folder, **usual | settings | {"keys": {**usual.get("keys", {}), **(keys or {})}})
+
+    return write
 
 
 def _deepseek_moe(draw: _Draw, hidden: int, moe: Mapping[str, int], layout: str) -> Tensors:
@@ -333,6 +394,63 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             hidden=48, heads=3, kv_heads=1, head_dim=16, max_positions=128, rope_scaling=yarn(32, 4.0, beta_fast=8)
         ),
     },
+    "gemma3": {
+        "patterned": shape(
+            layers=4,
+            keys={
+                "sliding_window": 7,
+                "sliding_window_pattern": 3,
+                "rope_local_base_freq": 100.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        "typed": shape(
+            head_dim=20,
+            heads=3,
+            kv_heads=1,
+            hidden=36,
+            keys={
+                "layer_types": ["full_attention", "sliding_attention"],
+                "sliding_window": 40,
+                "rope_theta": None,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                },
+            },
+        ),
+    },
+    "granite": {
+        "factors": shape(keys={"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}),
+        "untied": shape(tied=False, heads=3, kv_heads=3, head_dim=16, keys={"logits_scaling": 0.5}),
+    },
+    "mistral": {
+        "window": shape(tied=False, keys={"sliding_window": 11}, head_dim=20),
+        "none": shape(tied=False, keys={"sliding_window": None}, heads=6, kv_heads=2, head_dim=8),
+    },
+    "olmo2": {"gqa2": {}, "untied": shape(tied=False, kv_heads=4, head_dim=16, hidden=64)},
+    "phi3": {
+        "window": shape(tied=False, keys={"sliding_window": 17}),
+        "longrope": shape(
+            tied=False,
+            hidden=64,
+            head_dim=16,
+            keys={
+                "original_max_position_embeddings": 128,
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 3.5],
+                    "long_factor": [8.0] * 8,
+                },
+            },
+        ),
+        "partial": shape(tied=False, hidden=64, head_dim=16, keys={"partial_rotary_factor": 0.5}),
+    },
+    "qwen3_moe": {"normed": {}, "as-they-are": shape(tied=False, kv_heads=1, keys={"norm_topk_prob": False})},
+    "smollm3": {
+        "every-second": shape(layers=4, keys={"no_rope_layer_interval": 2}),
+        "listed": shape(layers=3, tied=False, keys={"no_rope_layers": [0, 1, 1]}),
+    },
     "glm4_moe": {
         "air": {},
         "qk-norm": shape(
@@ -383,6 +501,13 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 TRANSFORMERS = {
+    "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -397,5 +522,6 @@ tiny.WRITERS |= {
     "qwen2": write_qwen2,
     "glm4_moe": write_glm4_moe,
     "deepseek_v3": write_deepseek_v3,
+    **{family: _writer(family) for family in LIKE_LLAMA},
 }
 FAMILIES = list(SHAPES)

@@ -83,7 +83,7 @@ class MarkedCache(Cache):
         return True
 
 
-# A backend's ops take its own caches, from its ``new_kv``, ``new_latent`` and ``new_delta``.
+# A backend's ops take its own caches, from its ``new_kv``, ``new_window``, ``new_latent`` and ``new_delta``.
 KVCache: TypeAlias = Any
 LatentCache: TypeAlias = Any
 DeltaCache: TypeAlias = Any

@@ -224,6 +224,14 @@ class Ops(abc.ABC):
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> Cache:
         """Create a cache for the keys and values of one attention layer: ``capacity`` rows, one per token, act."""
 
+    def new_window(self, capacity: int, window: int, kv_heads: int, head_dim: int) -> Cache:
+        """Create a cache as ``new_kv`` does, in which a row attends to the last ``window`` rows only, its own included.
+
+        It keeps all ``capacity`` rows, so that it can be truncated to any length.
+        Source: Beltagy, Peters and Cohan 2020, arXiv:2004.05150, section 3.1 (one-sided).
+        """
+        raise self._lacks("new_window")
+
     def new_latent(self, capacity: int, dims: int) -> Cache:
         """Create a cache for compressed keys and values: ``capacity`` rows of ``dims`` values, in act dtype."""
         raise self._lacks("new_latent")
@@ -266,6 +274,13 @@ class Ops(abc.ABC):
     def swiglu(self, x: Array, gate: Array, up: Array) -> Array:
         """``silu(x @ gate.T) * (x @ up.T)``: ``[T, I]`` act, both products and the gating in float32."""
 
+    def geglu(self, x: Array, gate: Array, up: Array) -> Array:
+        """As ``swiglu``, with ``gelu`` in place of silu: ``[T, I]`` act.
+
+        Source: Shazeer 2020, arXiv:2002.05202, equation 6.
+        """
+        raise self._lacks("geglu")
+
     @abc.abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """``x * rsqrt(mean(x^2) + eps) * weight`` over the last axis in float32, rounded once; weight from ``vector``.
@@ -291,6 +306,10 @@ class Ops(abc.ABC):
         import torch.nn.functional as F  # noqa: N812
 
         return self._on_host(lambda row: F.gelu(row, approximate="tanh"), x)
+
+    def scale(self, x: Array, factor: float) -> Array:
+        """``x * factor`` of every element, rounded once."""
+        return x * factor
 
     def add(self, a: Array, b: Array) -> Array:
         """``a + b`` of two activations ``[T, H]``, rounded once."""
@@ -354,7 +373,8 @@ class Ops(abc.ABC):
         """Append k, v ``[T, nkv, D]`` to the cache and attend causally with q ``[T, nq, D]``: ``[T, nq * D]`` act.
 
         Query head h reads KV head ``h // (nq / nkv)``. The softmax is in float32. Row t sees the committed rows and
-        rows 0..t of this pass. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before rounding.
+        rows 0..t of this pass, or the last of these with a cache of ``new_window``. With ``gate [T, nq, D]`` the result
+        is multiplied by ``sigmoid(gate)`` before rounding.
         """
 
     def append(self, k: Array, v: Array, cache: KVCache) -> None:

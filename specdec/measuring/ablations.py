@@ -203,8 +203,7 @@ class _SiluGate(DelegatingOps):
 def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
     mixer = head.layer.mixer
     if isinstance(mixer, Attention) and "no-rotary" in switches:
-        rope = attrs.evolve(mixer.shape.rope, inv_freq=(0.0,) * len(mixer.shape.rope.inv_freq))  # angle 0
-        mixer = attrs.evolve(mixer, shape=attrs.evolve(mixer.shape, rope=rope))
+        mixer = attrs.evolve(mixer, shape=attrs.evolve(mixer.shape, rope=None))
     if isinstance(mixer, Attention) and "gate-silu" in switches:
         ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # methods are created in a loop
         mixer = attrs.evolve(mixer, ops=ops)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
 from specdec.backends.passes import Body, Pass, Passes
@@ -45,10 +46,12 @@ class DecoderModel:
 
     ops: Ops
     embed_tokens: Array  # [V, H]
+    embed_scale: float = 1.0  # multiplies embeddings; ``CausalLM`` rounds it to their dtype
     positions: Array | None = None  # [P, H], learned position embeddings; None where attention knows the positions
     layers: tuple[Layer, ...]
     norm: Norm
     lm_head: Array  # [V, H]; embed_tokens itself if tied
+    logit_scale: float = 1.0  # multiplies logits
     mtp: MtpHead | None = None
     later_mtp: tuple[MtpHead, ...] = ()  # modules that are chained behind it, in order
     mtp_lm_head: Array | None = None  # the main head unless the checkpoint has its own
@@ -58,7 +61,13 @@ class DecoderModel:
     def embed(self, tokens: Sequence[int], position: int) -> Array:
         """The residual stream that enters the first layer, ``[T, H]``; the first token is at ``position``."""
         x = self.ops.embed(self.embed_tokens, tokens)
+        if self.embed_scale != 1.0:
+            x = self.ops.scale(x, self.embed_scale)
         return x if self.positions is None else self.ops.add_positions(x, self.positions, position)
+
+    def logits(self, x: Array) -> Logits:
+        """The logits of states after the final norm ``[T, H]``."""
+        return self.ops.head(x if self.logit_scale == 1.0 else self.ops.scale(x, self.logit_scale), self.lm_head)
 
 
 class SequenceState(State):
@@ -107,6 +116,9 @@ class CausalLM(ForwardPass):
         # a config may not say whether there is a head (Qwen3-Next); the weights decide
         mtp_layers = 0 if model.mtp is None else 1 + len(model.later_mtp)
         self.info = attrs.evolve(info, mtp_layers=mtp_layers, layers=len(model.layers))
+        if model.embed_scale != 1.0:
+            dtype = model.ops.to_host(model.ops.embed(model.embed_tokens, [0])).dtype
+            model = attrs.evolve(model, embed_scale=torch.tensor(model.embed_scale, dtype=dtype).item())
         self.model = model
         self.ops = model.ops
         self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they return
@@ -237,7 +249,7 @@ class CausalLM(ForwardPass):
         self._check_room(state, len(tokens))
         x = state.target_pass.run(tokens)
         state.decoded = tuple(tokens), x  # the list is the caller's
-        logits = self.ops.head(self._final(state, x), self.model.lm_head)
+        logits = self.model.logits(self._final(state, x))
         return self._output(state, len(tokens), [x] if state.needs.hidden else [], logits)
 
     def commit(self, state: State, rows: int) -> None:

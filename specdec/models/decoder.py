@@ -7,7 +7,7 @@ operation as it is: it cannot be calculated with.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import attrs
 
@@ -22,8 +22,8 @@ class Mixer(Protocol):
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for one sequence."""
 
-    def __call__(self, x: Array, residual: Array, cache: Any) -> Array:
-        """``residual + mixer(x)``; ``cache`` comes from ``new_cache`` of the same mixer.
+    def __call__(self, x: Array, residual: Array | None, cache: Any) -> Array:
+        """``residual + mixer(x)``, or ``mixer(x)`` without one; ``cache`` comes from ``new_cache`` of the same mixer.
 
         The class that defines it may also define ``fill(x, cache)``, which leaves the same bits in the cache without
         any output. It is for rows of a prompt that only later rows will look at.
@@ -75,6 +75,22 @@ class LayerNorm:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+def as_is(x: Array) -> Array:
+    """A norm that does nothing, for layers without one at its place."""
+    return x
+
+
+@attrs.frozen(kw_only=True)
+class Scale:
+    """``Ops.scale`` by a constant, in the place of a norm."""
+
+    ops: Ops
+    factor: float
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.scale(x, self.factor)
+
+
 @attrs.frozen(kw_only=True)
 class AttentionShape:
     """Sizes and variants of a grouped-query attention layer."""
@@ -82,10 +98,11 @@ class AttentionShape:
     heads: int  # nq
     kv_heads: int  # nkv
     head_dim: int  # D
-    rope: Rope
+    rope: Rope | None  # None: positions are not encoded
     scale: float  # of the scores
+    window: int = 0  # cached rows that a row attends to, its own included; 0: all
     gated: bool = False  # the output is multiplied by the sigmoid of q_proj's gate half
-    normed: bool = False  # an RMSNorm on every query and key head
+    normed: Literal["", "heads", "whole"] = ""  # an RMSNorm on every query and key head, or on all of them together
     biased: bool = False  # q, k and v have biases
 
     @property
@@ -123,8 +140,15 @@ class Attention:
         *,
         plus: float = 0.0,
         width: int | None = None,
+        fused: bool = False,
     ) -> Self:
-        """Build from the weights under ``self_attn.``; ``plus`` is added to its norms, ``width`` is that of x if not H.
+        """Build from the weights under ``self_attn.``.
+
+        Args:
+            weights, hidden, shape, eps: as the fields.
+            plus: added to its norms.
+            width: that of x if not H.
+            fused: q, k and v are rows of one weight, ``qkv_proj``.
 
         Raises: CheckpointError if the query heads are not a multiple of the key heads.
         """
@@ -135,9 +159,14 @@ class Attention:
             )
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
-        q, k, v = (weights.matrix(f"{name}_proj.weight", (size, width or hidden)) for name, size in sizes.items())
+        if fused:
+            q, k, v = weights.split("qkv_proj.weight", tuple(sizes.values()), width or hidden)
+        else:
+            q, k, v = (weights.matrix(f"{name}_proj.weight", (size, width or hidden)) for name, size in sizes.items())
+        normed = {"": None, "heads": (dim, dim), "whole": (mixed, kv)}[shape.normed]
         q_norm, k_norm = (
-            weights.vector(f"{name}_norm.weight", (dim,), plus=plus) if shape.normed else None for name in "qk"
+            normed and weights.vector(f"{name}_norm.weight", (size,), plus=plus)
+            for name, size in zip("qk", normed or (0, 0), strict=True)
         )
         biases = (weights.matrix(f"{name}_proj.bias", (size,)) for name, size in sizes.items())
         return cls(
@@ -154,18 +183,19 @@ class Attention:
         )
 
     def new_cache(self, capacity: int) -> KVCache:
-        return self.ops.new_kv(capacity, self.shape.kv_heads, self.shape.head_dim)
+        size = self.shape.kv_heads, self.shape.head_dim
+        if self.shape.window:
+            return self.ops.new_window(capacity, self.shape.window, *size)
+        return self.ops.new_kv(capacity, *size)
 
-    def __call__(self, x: Array, residual: Array, cache: KVCache) -> Array:
+    def __call__(self, x: Array, residual: Array | None, cache: KVCache) -> Array:
         ops, shape, rows, dim = self.ops, self.shape, x.shape[0], self.shape.head_dim
         q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
         gate = None
         if shape.gated:
             pair = q.reshape(rows, shape.heads, 2, dim)
             q, gate = pair[:, :, 0], pair[:, :, 1]
-        else:
-            q = q.reshape(rows, shape.heads, dim)
-        q = ops.norm_rope(q, self.q_norm, self.eps, shape.rope, cache.length)
+        q = self._placed(q, self.q_norm, cache)
         k, v = self._entries(k, v, cache)
         mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
         return ops.linear(mixed, self.o_proj, residual)
@@ -177,9 +207,18 @@ class Attention:
 
     def _entries(self, k: Array, v: Array, cache: KVCache) -> tuple[Array, Array]:
         """What the cache holds of projected keys and values ``[T, nkv * D]``: each ``[T, nkv, D]``."""
-        shape, form = self.shape, (k.shape[0], self.shape.kv_heads, self.shape.head_dim)
-        k = self.ops.norm_rope(k.reshape(*form), self.k_norm, self.eps, shape.rope, cache.length)
-        return k, v.reshape(*form)
+        return self._placed(k, self.k_norm, cache), v.reshape(v.shape[0], self.shape.kv_heads, self.shape.head_dim)
+
+    def _placed(self, x: Array, norm: Array | None, cache: KVCache) -> Array:
+        """Queries or keys ``[T, n * D]`` or ``[T, n, D]``, normed and rotated to their positions: ``[T, n, D]``."""
+        ops, shape = self.ops, self.shape
+        if shape.normed == "whole":
+            x, norm = ops.rms_norm(x, norm, self.eps), None
+        if x.ndim == 2:
+            x = x.reshape(x.shape[0], -1, shape.head_dim)
+        if shape.rope is not None:
+            return ops.norm_rope(x, norm, self.eps, shape.rope, cache.length)
+        return x if norm is None else ops.rms_norm(x, norm, self.eps)
 
 
 @attrs.frozen(kw_only=True)
@@ -256,22 +295,47 @@ class GatedDeltaNet:
 
 @attrs.frozen(kw_only=True)
 class GatedMlp:
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``."""
 
     ops: Ops
     gate_proj: Array
     up_proj: Array
     down_proj: Array
+    activation: Literal["silu", "gelu"] = "silu"
 
     @classmethod
-    def of(cls, weights: Weights, hidden: int, intermediate: int) -> GatedMlp:
-        """Build from the weights under its name."""
-        gate, up = (weights.matrix(f"{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up"))
+    def of(cls, weights: Weights, hidden: int, intermediate: int, *, fused: bool = False) -> GatedMlp:
+        """Build from the weights under its name; ``fused``: gate and up are rows of one, ``gate_up_proj``."""
+        if fused:
+            gate, up = weights.split("gate_up_proj.weight", (intermediate, intermediate), hidden)
+        else:
+            gate, up = (weights.matrix(f"{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up"))
         down = weights.matrix("down_proj.weight", (hidden, intermediate))
         return cls(ops=weights.ops, gate_proj=gate, up_proj=up, down_proj=down)
 
-    def __call__(self, x: Array, residual: Array) -> Array:
-        return self.ops.linear(self.ops.swiglu(x, self.gate_proj, self.up_proj), self.down_proj, residual)
+    def __call__(self, x: Array, residual: Array | None) -> Array:
+        gated = self.ops.swiglu if self.activation == "silu" else self.ops.geglu
+        return self.ops.linear(gated(x, self.gate_proj, self.up_proj), self.down_proj, residual)
+
+
+@attrs.frozen(kw_only=True)
+class Adjusted:
+    """A mixer or MLP whose output is normed or scaled before it joins the residual stream."""
+
+    ops: Ops
+    branch: Any  # Attention or GatedMlp
+    adjust: Norm
+
+    def new_cache(self, capacity: int) -> Cache:
+        cache: Cache = self.branch.new_cache(capacity)
+        return cache
+
+    def __call__(self, x: Array, residual: Array, *cache: Cache) -> Array:
+        return self.ops.add(residual, self.adjust(self.branch(x, None, *cache)))
+
+    def fill(self, x: Array, cache: Cache) -> None:
+        """See ``Mixer.__call__``."""
+        self.branch.fill(x, cache)
 
 
 class Layer(Protocol):

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from specdec.models.causal_lm import DecoderModel
-from specdec.models.decoder import Attention, AttentionShape, DecoderLayer, GatedMlp, Mixer, Mlp, MtpHead, RmsNorm
+from specdec.models.decoder import (
+    Adjusted,
+    Attention,
+    AttentionShape,
+    DecoderLayer,
+    GatedMlp,
+    Mixer,
+    Mlp,
+    MtpHead,
+    Norm,
+    RmsNorm,
+    Scale,
+    as_is,
+)
 from specdec.models.fields import MOST_LAYERS, Fields
 from specdec.models.mla import LatentAttention, LatentShape
 from specdec.models.moe import MoeShape, SparseMoe
@@ -23,24 +36,38 @@ class DecoderConfig:
     hidden_size: int
     layers: int
     attention: AttentionShape | LatentShape
+    alternate: AttentionShape | None = None  # of the layers ``alternate_layers``, where there are two kinds
+    alternate_layers: tuple[int, ...] = ()
     intermediate_size: int = 0  # of dense MLPs
     moe: MoeShape | None = None
     dense_layers: int = 0  # leading layers with a dense MLP in a model with experts
+    activation: Literal["silu", "gelu"] = "silu"
+    fused: bool = False  # q, k and v are stored as one weight, and gate and up as one
+    embed_scale: float = 1.0  # multiplies embeddings,
+    branch_scale: float = 1.0  # the output of every mixer and MLP,
+    logit_scale: float = 1.0  # and logits
     eps: float
     tied: bool
     max_positions: int
     mtp_layers: int = 0
 
     @staticmethod
-    def common(fields: Fields, *, eps: float = 1e-6) -> dict[str, Any]:
-        """Read the keys that all families share. Raises: CheckpointError naming the key."""
-        fields.must_be("hidden_act", "silu")
+    def common(
+        fields: Fields, *, eps: float = 1e-6, tied: bool = False, activation: str = "hidden_act"
+    ) -> dict[str, Any]:
+        """Read the keys that all families share; ``eps`` and ``tied`` are defaults, ``activation`` a key.
+
+        Raises: CheckpointError naming the key.
+        """
+        kind = {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}[activation]
+        fields.must_be(activation, kind)
         return {
             "vocab_size": fields.whole("vocab_size"),
             "hidden_size": fields.whole("hidden_size"),
             "layers": fields.whole("num_hidden_layers", high=MOST_LAYERS),
+            "activation": "silu" if activation == "hidden_act" else "gelu",
             "eps": fields.real("rms_norm_eps", eps),
-            "tied": fields.flag("tie_word_embeddings", False),
+            "tied": fields.flag("tie_word_embeddings", tied),
         }
 
     @property
@@ -72,12 +99,23 @@ class MtpNames:
     plus: float = 0.0  # added to its norm weights
 
 
+@attrs.frozen(kw_only=True)
+class LayerNames:
+    """Names of a layer's norms; "" for one that it has not."""
+
+    mixer: str = "input_layernorm"
+    after_mixer: str = ""
+    mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
 def build_decoder(
     config: DecoderConfig,
     weights: Weights,
     *,
     mixer: Callable[[Weights, int], Mixer] | None = None,
     plus: float = 0.0,
+    names: LayerNames = LayerNames(),
     mtp: MtpNames | None = None,
     promised: bool = True,
     unusable: str = "",
@@ -90,6 +128,7 @@ def build_decoder(
         mixer: builds a layer's mixer from the layer's weights and number (``config.layers`` for the MTP head's);
             attention of ``config.attention`` by default.
         plus: added to norm weights except the MTP head's; 1.0 if they are stored as an offset from 1.
+        names: of the norms in a layer.
         mtp: names of the MTP head; without it the family has none.
         promised, unusable: see ``Weights.mtp_head``.
     """
@@ -102,20 +141,30 @@ def build_decoder(
     def mlp(weights: Weights, index: int) -> Mlp:
         if config.moe is not None and index >= config.dense_layers:
             return SparseMoe.of(weights.under("mlp."), hidden, config.moe)
-        return GatedMlp.of(weights.under("mlp."), hidden, config.intermediate_size)
+        dense = GatedMlp.of(weights.under("mlp."), hidden, config.intermediate_size, fused=config.fused)
+        return attrs.evolve(dense, activation=config.activation)
+
+    def adjusted(branch: Any, weights: Weights, after: str) -> Any:
+        adjust: Norm | None = norm(weights, after) if after else None
+        if config.branch_scale != 1.0:
+            adjust = Scale(ops=weights.ops, factor=config.branch_scale)
+        return branch if adjust is None else Adjusted(ops=weights.ops, branch=branch, adjust=adjust)
 
     def layer(weights: Weights, index: int) -> DecoderLayer:
+        mixed = mixer(weights, index) if mixer else attention(config, weights, plus, index)
         return DecoderLayer(
-            input_norm=norm(weights, "input_layernorm"),
-            mixer=mixer(weights, index) if mixer else attention(config, weights, plus),
-            post_norm=norm(weights, "post_attention_layernorm"),
-            mlp=mlp(weights, index),
+            input_norm=norm(weights, names.mixer) if names.mixer else as_is,
+            mixer=adjusted(mixed, weights, names.after_mixer),
+            post_norm=norm(weights, names.mlp) if names.mlp else as_is,
+            mlp=adjusted(mlp(weights, index), weights, names.after_mlp),
         )
 
     embed = weights.matrix("embed_tokens.weight", table)
     model = DecoderModel(
         ops=weights.ops,
         embed_tokens=embed,
+        embed_scale=config.embed_scale,
+        logit_scale=config.logit_scale,
         layers=tuple(layer(weights.under(f"layers.{i}."), i) for i in range(config.layers)),
         norm=norm(weights, "norm"),
         lm_head=embed if config.tied else weights.matrix("lm_head.weight", table),
@@ -151,9 +200,11 @@ def build_decoder(
     )
 
 
-def attention(config: DecoderConfig, weights: Weights, plus: float = 0.0) -> Mixer:
-    """Build a layer's attention from the layer's weights; ``plus`` is added to its norms."""
+def attention(config: DecoderConfig, weights: Weights, plus: float = 0.0, index: int = 0) -> Mixer:
+    """Build the attention of layer ``index`` from the layer's weights; ``plus`` is added to its norms."""
     weights, shape = weights.under("self_attn."), config.attention
+    if config.alternate is not None and index in config.alternate_layers:
+        shape = config.alternate
     if isinstance(shape, LatentShape):
         return LatentAttention.of(weights, config.hidden_size, shape, config.eps)
-    return Attention.of(weights, config.hidden_size, shape, config.eps, plus=plus)
+    return Attention.of(weights, config.hidden_size, shape, config.eps, plus=plus, fused=config.fused)

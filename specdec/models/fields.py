@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,10 @@ class Fields:
         if type(value) is not int or not low <= value <= high:
             raise CheckpointError(f"config.json: {key!r} takes a whole number from {low} to {high}, got {shown(value)}")
         return value
+
+    def either(self, *keys: str) -> str:
+        """The first of these names of one key that has a value, or else the first."""
+        return next((key for key in keys if self._config.get(key) is not None), keys[0])
 
     def real(self, key: str, default: float = _MISSING) -> float:
         """A positive number, from 1e-30 to 1e30."""
@@ -97,7 +102,8 @@ class Fields:
             )
 
     def rope(self, head_dim: int, theta: float, *, share: float | None = None) -> tuple[Rope, float]:
-        """The rotary embedding (plain, YaRN or Llama 3's) and the factor on its cosines and sines.
+        """The rotary embedding (plain, linear, LongRoPE's short one, YaRN or Llama 3's), and the factor on its cosines
+        and sines.
 
         Args:
             head_dim: of the values that can be rotated.
@@ -105,8 +111,17 @@ class Fields:
             share: the family's default ``partial_rotary_factor``; None if it always rotates all of them.
 
         The factor is YaRN's attention factor: ``0.1 ln(factor) + 1``, or the quotient of two such terms with ``mscale``
-        and ``mscale_all_dim``. Raises: CheckpointError naming any other kind, or ``mrope_section`` that does not fit.
+        and ``mscale_all_dim``. Raises: CheckpointError naming any other kind, ``mrope_section`` that does not fit, or a
+        factor other than 1 where only a part of a head is rotated.
         """
+        rope, factor = self._any_rope(head_dim, theta, share)
+        if factor != 1.0 and 2 * len(rope.inv_freq) < head_dim:
+            raise CheckpointError(
+                f"config.json: an 'attention_factor' of {factor:.4f} is not supported where a part of a head is rotated"
+            )
+        return rope, factor
+
+    def _any_rope(self, head_dim: int, theta: float, share: float | None) -> tuple[Rope, float]:
         factor = self.partial_rotary_factor(1.0 if share is None else share)
         if share is None and factor != 1:
             raise CheckpointError(
@@ -122,10 +137,16 @@ class Fields:
         inner._check_sections(rotary_dims)
         if kind in ("default", "mrope"):
             return Rope.of(theta, rotary_dims), 1.0
-        if kind not in ("yarn", "llama3"):
+        if kind == "longrope":
+            return self._short_rope(theta, rotary_dims)
+        if kind not in ("linear", "yarn", "llama3"):
             raise CheckpointError(
-                f"config.json: rope type {shown(kind)} is not supported; read are 'default', 'yarn' and 'llama3'"
+                f"config.json: rope type {shown(kind)} is not supported; read are 'default', 'linear', 'longrope', "
+                "'yarn' and 'llama3'"
             )
+        if kind == "linear":
+            factor = inner.real("factor")
+            return Rope(tuple(plain / factor for plain in Rope.of(theta, rotary_dims).inv_freq)), 1.0
         factor, original = inner.real("factor"), inner.whole("original_max_position_embeddings")
         if kind == "llama3":
             low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
@@ -150,6 +171,30 @@ class Fields:
             default = yarn_mscale(factor)
         return rope, inner.real("attention_factor", default)
 
+    def _short_rope(self, theta: float, rotary_dims: int) -> tuple[Rope, float]:
+        """LongRoPE up to the context of pre-training, to which ``max_positions`` limits the model.
+
+        Source: Ding et al. 2024, arXiv:2402.13753, as Phi-3 was trained: one divisor per frequency.
+        """
+        inner, original = self._rope(), self._original_positions()
+        divisors = inner._config.get("short_factor")
+        if not isinstance(divisors, list) or len(divisors) != rotary_dims // 2:
+            raise CheckpointError(
+                f"config.json: 'short_factor' takes {rotary_dims // 2} numbers, got {shown(divisors)}"
+            )
+        plain = Rope.of(theta, rotary_dims).inv_freq
+        divided = (
+            one / Fields({"short_factor": by}).real("short_factor") for one, by in zip(plain, divisors, strict=True)
+        )
+        stretch = self.whole("max_position_embeddings") / original
+        factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        return Rope(tuple(divided)), inner.real("attention_factor", factor)
+
+    def _original_positions(self) -> int:
+        """``original_max_position_embeddings``, among the rotary keys or at the top."""
+        key, inner = "original_max_position_embeddings", self._rope()
+        return (self if inner._config.get(key) is None else inner).whole(key, low=2, high=MOST_POSITIONS)
+
     def _check_sections(self, rotary_dims: int) -> None:
         """Refuse an ``mrope_section`` that does not divide the rotated pairs among time, height and width."""
         sections = self._config.get("mrope_section")
@@ -169,8 +214,10 @@ class Fields:
         return _rope_kind(self._rope()._config)
 
     def max_positions(self, default: int) -> int:
-        """``max_position_embeddings``, or YaRN's stretched length if larger."""
+        """``max_position_embeddings``, or YaRN's stretched length if larger, or LongRoPE's original one."""
         positions, inner = self.whole("max_position_embeddings", default, high=MOST_POSITIONS), self._rope()
+        if self.rope_kind() == "longrope":
+            return min(positions, self._original_positions())
         if self.rope_kind() == "yarn":
             original = inner.whole("original_max_position_embeddings", high=MOST_POSITIONS)
             stretched = int(original * inner.real("factor"))
@@ -241,12 +288,20 @@ class Fields:
             )
         return layers
 
-    def layer_types(self, layers: int, interval: int) -> tuple[str, ...]:
-        """``layer_types``, or full attention in every ``interval``-th layer if the key is absent."""
+    def of_layers(self, kind: str) -> Fields | None:
+        """The same with the rotary keys of one kind of layers; None if ``rope_parameters`` does not tell them apart."""
+        given = self._config.get("rope_parameters")
+        inner = given.get(kind) if isinstance(given, Mapping) else None
+        if not isinstance(inner, Mapping):
+            return None
+        return Fields(ChainMap({"rope_parameters": inner, "rope_theta": None}, self._config))  # type: ignore[arg-type]
+
+    def layer_types(self, layers: int, interval: int, other: str = "linear_attention") -> tuple[str, ...]:
+        """``layer_types``, or full attention in every ``interval``-th layer and ``other`` between if it is absent."""
         types = self._config.get("layer_types")
         if types is None:
-            return tuple("full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers))
-        known = ("full_attention", "linear_attention")
+            return tuple("full_attention" if (i + 1) % interval == 0 else other for i in range(layers))
+        known = ("full_attention", other)
         if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
             raise CheckpointError(
                 f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}, got {shown(types)}"

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.contract import ModelSpec
-from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.models import deepseek_v3
 from specdec.models.decoder import AttentionShape
@@ -22,17 +21,14 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(config)
     common, heads = deepseek_v3.common(fields, eps=1e-5), fields.whole("num_attention_heads")
     head_dim = fields.whole("head_dim", common["hidden_size"] // heads)
-    rope, factor = fields.rope(head_dim, 1e4, share=0.5)
-    if factor != 1.0:  # it would scale only the rotated half of a head
-        raise CheckpointError(f"config.json: an 'attention_factor' of {factor:.4f} is not supported in this family")
     shape = AttentionShape(
         heads=heads,
         kv_heads=fields.whole("num_key_value_heads", heads),
         head_dim=head_dim,
-        rope=rope,
+        rope=fields.rope(head_dim, 1e4, share=0.5)[0],
         scale=head_dim**-0.5,
         biased=fields.flag("attention_bias", False),
-        normed=fields.flag("use_qk_norm", False),
+        normed="heads" if fields.flag("use_qk_norm", False) else "",
     )
     return DecoderConfig(**common, attention=shape)
 

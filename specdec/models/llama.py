@@ -1,88 +1,166 @@
-"""Llama 3, Qwen2.5 and Qwen3 dense: grouped-query attention and a gated MLP in every layer, no MTP head.
+"""Llama and families like it: grouped-query attention and a gated MLP, or experts, in every layer, no MTP head.
 
-Qwen2.5 has q, k and v biases; Qwen3 norms every query and key head.
+| family | what is its own |
+|---|---|
+| granite | factors on embeddings, the outputs of layers' parts, attention scores and logits |
+| mistral | a sliding window in every layer, if any |
+| olmo2 | norms behind attention and MLP instead of before them; one norm over all query heads, and all key heads |
+| phi3 | fused projections, LongRoPE, a sliding window |
+| qwen2 | q, k and v biases |
+| qwen3, qwen3_moe | a norm on every query and key head |
+| smollm3 | no rotary embedding in every fourth layer |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
+
 from specdec.contract import ModelSpec
+from specdec.errors import CheckpointError, shown
 from specdec.hookspecs import hookimpl
+from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape
-from specdec.models.family import DecoderConfig, build_decoder
-from specdec.models.fields import Fields
+from specdec.models.family import DecoderConfig, LayerNames, build_decoder
+from specdec.models.fields import MOST_LAYERS, Fields
+from specdec.models.moe import MoeShape
+
+OLMO2_NAMES = LayerNames(
+    mixer="", after_mixer="post_attention_layernorm", mlp="", after_mlp="post_feedforward_layernorm"
+)
+
+
+def parse_granite(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read Granite's ``config.json``. Raises: CheckpointError naming the key."""
+    fields = _without(config, "attention_bias", "mlp_bias")
+    parsed = _parse(fields, scale=fields.real("attention_multiplier", 1.0))
+    return attrs.evolve(
+        parsed,
+        embed_scale=fields.real("embedding_multiplier", 1.0),
+        branch_scale=fields.real("residual_multiplier", 1.0),
+        logit_scale=1 / fields.real("logits_scaling", 1.0),
+    )
 
 
 def parse_llama(config: Mapping[str, Any]) -> DecoderConfig:
     """Read Llama's ``config.json``. Raises: CheckpointError naming the key."""
+    return _parse(_without(config, "attention_bias", "mlp_bias"))
+
+
+def parse_mistral(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read Mistral's ``config.json``. Raises: CheckpointError naming the key."""
     fields = Fields(config)
-    fields.must_be("attention_bias", False)
-    fields.must_be("mlp_bias", False)
-    return _parse(fields)
+    return _parse(fields, window=fields.whole("sliding_window", 0, low=0))
+
+
+def parse_olmo2(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read OLMo 2's ``config.json``. Raises: CheckpointError naming the key."""
+    return _parse(_without(config, "attention_bias"), eps=1e-5, normed="whole")
+
+
+def parse_phi3(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read the ``config.json`` of Phi-3 and Phi-4. Raises: CheckpointError naming the key."""
+    fields = Fields(config)
+    fields.whole("original_max_position_embeddings", 4096)  # only LongRoPE uses it
+    parsed = _parse(fields, eps=1e-5, share=1.0, window=fields.whole("sliding_window", 0, low=0))
+    return attrs.evolve(parsed, fused=True)
 
 
 def parse_qwen2(config: Mapping[str, Any]) -> DecoderConfig:
     """Read Qwen2.5's ``config.json``. Raises: CheckpointError naming the key."""
-    fields = Fields(config)
-    fields.must_be("use_sliding_window", False)
-    return _parse(fields, biased=True)
+    return _parse(_without(config, "use_sliding_window"), biased=True)
 
 
-def parse_qwen3(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read Qwen3's ``config.json``. Raises: CheckpointError naming the key."""
-    fields = Fields(config)
-    fields.must_be("attention_bias", False)
-    fields.must_be("use_sliding_window", False)
+def parse_qwen3(config: Mapping[str, Any], *, moe: bool = False) -> DecoderConfig:
+    """Read Qwen3's ``config.json``; ``moe``: with experts. Raises: CheckpointError naming the key."""
+    fields = _without(config, "attention_bias", "use_sliding_window")
     fields.must_be("use_qk_norm", True)
     fields.plain_rope()
-    return _parse(fields, theta=1e6, normed=True)
+    return _parse(fields, theta=1e6, normed="heads", moe=MoeShape.qwen(fields, shared=False) if moe else None)
 
 
-def _parse(fields: Fields, *, theta: float = 1e4, biased: bool = False, normed: bool = False) -> DecoderConfig:
-    common, heads = DecoderConfig.common(fields), fields.whole("num_attention_heads")
+def parse_smollm3(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read SmolLM3's ``config.json``. Raises: CheckpointError naming the key."""
+    fields = _without(config, "attention_bias", "mlp_bias", "use_sliding_window")
+    layers, interval = fields.whole("num_hidden_layers", high=MOST_LAYERS), fields.whole("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers")  # 1: the layer has a rotary embedding
+    if rotated is None:
+        rotated = [int((i + 1) % interval != 0) for i in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(one not in (0, 1) for one in rotated):
+        raise CheckpointError(f"config.json: 'no_rope_layers' takes 0 or 1 for every layer, got {shown(rotated)}")
+    return _parse(fields, theta=2e6, tied=True, unrotated=tuple(i for i in range(layers) if not rotated[i]))
+
+
+def _without(config: Mapping[str, Any], *keys: str) -> Fields:
+    """The fields of a config in which these keys are false or absent."""
+    fields = Fields(config)
+    for key in keys:
+        fields.must_be(key, False)
+    return fields
+
+
+def _parse(
+    fields: Fields,
+    *,
+    theta: float = 1e4,
+    share: float | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    scale: float | None = None,
+    moe: MoeShape | None = None,
+    unrotated: tuple[int, ...] = (),
+    **variant: Any,
+) -> DecoderConfig:
+    """Read the common keys.
+
+    Args:
+        fields: the config's.
+        theta, share, eps, tied: the family's defaults, as ``Fields.rope`` and ``DecoderConfig.common`` take them.
+        scale: of the scores; one over the root of the head's size by default.
+        moe: the experts in place of dense MLPs.
+        unrotated: layers without a rotary embedding.
+        variant: further fields of ``AttentionShape``.
+    """
+    common, heads = DecoderConfig.common(fields, eps=eps, tied=tied), fields.whole("num_attention_heads")
     head_dim = fields.whole("head_dim", common["hidden_size"] // heads)
-    rope, factor = fields.rope(head_dim, theta)
+    rope, factor = fields.rope(head_dim, theta, share=share)
     shape = AttentionShape(
         heads=heads,
         kv_heads=fields.whole("num_key_value_heads", heads),
         head_dim=head_dim,
         rope=rope,
-        scale=head_dim**-0.5 * factor**2,  # queries and keys both carry the factor
-        biased=biased,
-        normed=normed,
+        scale=(head_dim**-0.5 if scale is None else scale) * factor**2,  # queries and keys both carry the factor
+        **variant,
     )
     return DecoderConfig(
         **common,
         attention=shape,
-        intermediate_size=fields.whole("intermediate_size"),
+        alternate=attrs.evolve(shape, rope=None) if unrotated else None,
+        alternate_layers=unrotated,
+        moe=moe,
+        intermediate_size=0 if moe else fields.whole("intermediate_size"),
         max_positions=fields.max_positions(32768),
     )
 
 
 @hookimpl
 def specdec_models() -> list[ModelSpec]:
+    olmo2 = functools.partial(build_decoder, names=OLMO2_NAMES)
+    families: dict[str, tuple[Callable[..., DecoderConfig], Callable[..., DecoderModel], str]] = {
+        "granite": (parse_granite, build_decoder, "Granite 3 dense: factors on embeddings, layers, scores and logits"),
+        "llama": (parse_llama, build_decoder, "Llama 3 dense: grouped-query attention, Llama 3 rotary scaling"),
+        "mistral": (parse_mistral, build_decoder, "Mistral dense: grouped-query attention, with a window if any"),
+        "olmo2": (parse_olmo2, olmo2, "OLMo 2 dense: norms behind attention and MLP"),
+        "phi3": (parse_phi3, build_decoder, "Phi-3 and Phi-4 dense: fused projections; LongRoPE's short context"),
+        "qwen2": (parse_qwen2, build_decoder, "Qwen2.5 dense: grouped-query attention with biases"),
+        "qwen3": (parse_qwen3, build_decoder, "Qwen3 dense: grouped-query attention"),
+        "qwen3_moe": (functools.partial(parse_qwen3, moe=True), build_decoder, "Qwen3 mixture of experts"),
+        "smollm3": (parse_smollm3, build_decoder, "SmolLM3 dense: every fourth layer without a rotary embedding"),
+    }
     return [
-        ModelSpec(
-            name="llama",
-            model_types=("llama",),
-            parse=parse_llama,
-            build=build_decoder,
-            help="Llama 3 dense: grouped-query attention, Llama 3 rotary scaling",
-        ),
-        ModelSpec(
-            name="qwen2",
-            model_types=("qwen2",),
-            parse=parse_qwen2,
-            build=build_decoder,
-            help="Qwen2.5 dense: grouped-query attention with biases",
-        ),
-        ModelSpec(
-            name="qwen3",
-            model_types=("qwen3",),
-            parse=parse_qwen3,
-            build=build_decoder,
-            help="Qwen3 dense: grouped-query attention",
-        ),
+        ModelSpec(name=name, model_types=(name,), parse=parse, build=build, help=text)
+        for name, (parse, build, text) in families.items()
     ]

@@ -31,20 +31,28 @@ class MoeShape:
     routing: Routing
 
     @classmethod
-    def qwen(cls, fields: Fields) -> MoeShape:
-        """Qwen3.5 and Qwen3-Next: softmax scores, every layer sparse, a shared expert behind a sigmoid gate."""
+    def qwen(cls, fields: Fields, *, shared: bool = True) -> MoeShape:
+        """Qwen3.5 and Qwen3-Next: softmax scores, every layer sparse, a shared expert behind a sigmoid gate.
+
+        Qwen3 has no ``shared`` expert, and ``norm_topk_prob`` may be false.
+        """
         fields.must_be("decoder_sparse_step", 1)
         fields.must_be("mlp_only_layers", [], None)
-        fields.must_be("norm_topk_prob", True)
-        experts = fields.whole("num_experts", high=MOST_EXPERTS)
+        if shared:
+            fields.must_be("norm_topk_prob", True)
+        experts = fields.whole(fields.either("num_experts", "num_local_experts"), high=MOST_EXPERTS)
         return cls(
             experts=experts,
             intermediate=fields.whole("moe_intermediate_size"),
-            shared="shared_expert",
-            shared_intermediate=fields.whole("shared_expert_intermediate_size"),
-            shared_gated=True,
+            shared="shared_expert" if shared else "",
+            shared_intermediate=fields.whole("shared_expert_intermediate_size") if shared else 0,
+            shared_gated=shared,
             corrected=False,
-            routing=Routing(top_k=_top_k(fields, experts), scores="softmax", normalised=True),
+            routing=Routing(
+                top_k=_top_k(fields, experts),
+                scores="softmax",
+                normalised=shared or fields.flag("norm_topk_prob", False),
+            ),
         )
 
     @classmethod

@@ -108,7 +108,7 @@ def _compare_layer(
 def _compare_head(lm: CausalLM, counts: Sequence[int], rng: random.Random, comparison: Comparison) -> None:
     def logits(tokens: list[int]) -> Any:
         x = lm.ops.embed(lm.model.embed_tokens, tokens)
-        return on_host(lm, lm.ops.head(lm.model.norm(x), lm.model.lm_head))
+        return on_host(lm, lm.model.logits(lm.model.norm(x)))
 
     tokens = _draw(lm, rng, HEAD_ROWS)
     singly = {token: logits([token]) for token in tokens}

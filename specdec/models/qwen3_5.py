@@ -77,7 +77,7 @@ class HybridConfig(DecoderConfig):
                 rope=fields.rope(head_dim, 1e7, share=0.25)[0],
                 scale=head_dim**-0.5,
                 gated=True,
-                normed=True,
+                normed="heads",
             ),
             "layer_types": fields.layer_types(common["layers"], interval),
             "delta": delta,

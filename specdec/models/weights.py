@@ -6,6 +6,7 @@ checkpoint or for a ``config.json`` alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,6 +71,11 @@ class Weights:
     def vector(self, name: str, shape: Shape, *, plus: float = 0.0) -> Array:
         """A small float32 parameter as ``Ops.vector`` returns it, with ``plus`` added."""
         return self.ops.vector(self.tensor(name, shape), plus=plus)
+
+    def split(self, name: str, rows: Sequence[int], width: int) -> list[Array]:
+        """The matrices that one weight holds, one below the other: ``[n, width]`` for n in ``rows``."""
+        fused, ends = self.host_matrix(name, (sum(rows), width)), itertools.accumulate(rows)
+        return [self.ops.weight(fused[end - count : end]) for count, end in zip(rows, ends, strict=True)]
 
     def stack(self, names: str | Sequence[str], shape: Shape) -> Array:
         """Matrices as ``Ops.stack`` returns them, from one weight ``[E, N, K]`` or several ``[N, K]``."""

@@ -36,6 +36,7 @@ BUILT_INS = (
     "specdec.models.qwen3_5",
     "specdec.models.qwen3_next",
     "specdec.models.llama",
+    "specdec.models.gemma3",
     "specdec.models.glm4_moe",
     "specdec.models.deepseek_v3",
 )

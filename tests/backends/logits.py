@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.errors import ContractError
+from specdec.errors import ContractError, UnsupportedError
 
 
 @st.composite
@@ -45,6 +45,16 @@ def check_logits(ops: Any, y: Any, case: tuple[torch.Tensor, torch.Tensor, list[
         for some in (picked, picked[:1], []):
             assert ours.gather(some) == theirs.gather(some)
         assert np.allclose(ours.logsumexp(), theirs.logsumexp(), rtol=error, atol=error)
+
+
+def refuses_what_it_lacks(ops: Any) -> None:
+    """Models with a sliding window or GEGLU are refused in one sentence."""
+    for name, call in {
+        "new_window": lambda: ops.new_window(8, 4, 1, 4),
+        "geglu": lambda: ops.geglu(*[None] * 3),
+    }.items():
+        with pytest.raises(UnsupportedError, match=f"has no {name}, which this model needs"):
+            call()
 
 
 def refuses_arrays_of_another_backend(ops: Any, row: Any) -> None:

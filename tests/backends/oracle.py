@@ -54,17 +54,20 @@ def norm_rope(x: Float64, weight: Float64 | None, eps: float, inv_freq: Any, pos
     return np.concatenate([*turned, x[..., 2 * half :]], -1)
 
 
-def attend(q: Float64, keys: Float64, values: Float64, scale: float) -> Float64:
-    """q ``[T, nq, D]`` are the last rows of keys ``[S, nkv, D]`` and values ``[S, nkv, Dv]``: ``[T, nq, Dv]``."""
+def attend(q: Float64, keys: Float64, values: Float64, scale: float, window: int = 0) -> Float64:
+    """q ``[T, nq, D]`` are the last rows of keys ``[S, nkv, D]`` and values ``[S, nkv, Dv]``: ``[T, nq, Dv]``.
+
+    A row sees the last ``window`` rows, or all if it is 0.
+    """
     rows, heads, _ = q.shape
     out = np.zeros((rows, heads, values.shape[2]))
     for t in range(rows):
-        seen = len(keys) - rows + t + 1
+        seen = slice(max(0, len(keys) - rows + t + 1 - window) if window else 0, len(keys) - rows + t + 1)
         for h in range(heads):
             kv = h // (heads // keys.shape[1])
-            scores = keys[:seen, kv] @ q[t, h] * scale
+            scores = keys[seen, kv] @ q[t, h] * scale
             weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ values[:seen, kv]
+            out[t, h] = weights / weights.sum() @ values[seen, kv]
     return out
 
 

@@ -35,6 +35,13 @@ SHAPE = {
     "qwen3_next": "r3-fused",
     "llama": "llama3-rope",
     "qwen2": "yarn",
+    "gemma3": "patterned",
+    "granite": "factors",
+    "mistral": "window",
+    "olmo2": "gqa2",
+    "phi3": "window",
+    "qwen3_moe": "as-they-are",
+    "smollm3": "listed",
     "glm4_moe": "no-bias-groups",
     "deepseek_v3": "all-sparse-mixed",
 }
@@ -47,7 +54,7 @@ prompts = st.one_of(
 FEW = max(1, settings().max_examples // 6)  # the mechanism is the same in every family; the layers are what differs
 
 
-@pytest.fixture(scope="module", params=cases(FAMILIES, sample=["qwen3_5_moe", "deepseek_v3"], mark="slow"))
+@pytest.fixture(scope="module", params=cases(FAMILIES, sample=["qwen3_5_moe", "deepseek_v3", "gemma3"], mark="slow"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

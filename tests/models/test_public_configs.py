@@ -104,6 +104,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "GLM-4.5-Air": (CONFIGS["GLM_4_5_AIR"], 106.852, None),  # "106B"
     "Llama-3.1-8B": (CONFIGS["LLAMA_3_1_8B"], 8.030, None),
     "Qwen2.5-7B": (CONFIGS["QWEN2_5_7B"], 7.616, None),  # "7.61B"
+    "Qwen3-30B-A3B": (CONFIGS["QWEN3_30B_A3B"], 30.532, None),  # "30.5B"
+    "Mistral-7B-v0.3": (CONFIGS["MISTRAL_7B"], 7.248, None),  # "7.25B"
+    "SmolLM3-3B": (CONFIGS["SMOLLM3_3B"], 3.075, None),
+    "Phi-3-mini-4k": (CONFIGS["PHI_3_MINI"], 3.821, None),  # "3.8B"
+    "OLMo-2-1124-7B": (CONFIGS["OLMO_2_7B"], 7.299, None),  # "7.3B"
+    "granite-3.3-2b": (CONFIGS["GRANITE_3_2B"], 2.534, None),  # "2.53B"
+    "gemma-3-270m": (CONFIGS["GEMMA_3_270M"], 0.268, None),
+    "gemma-3-1b": (CONFIGS["GEMMA_3_1B"], 1.0, None),
 }
 
 
@@ -203,8 +211,8 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("DeepSeek-V3", {"rope_scaling": CONFIGS["DEEPSEEK_V3"]["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
         (
             "GLM-4.5-Air",
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 4096}},
-            "longrope",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 2.0, "original_max_position_embeddings": 4096}},
+            "ntk",
         ),
         (
             "GLM-4.5-Air",
@@ -212,13 +220,19 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
             "attention_factor",
         ),
         ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
-        ("Llama-3.1-8B", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+        ("Llama-3.1-8B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (
             "Llama-3.1-8B",
             {"rope_scaling": CONFIGS["LLAMA_3_1_8B"]["rope_scaling"] | {"low_freq_factor": 4.0}},
             "low_freq_factor",
         ),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
+        ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 47}}, "short_factor"),
+        ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope"}, "max_position_embeddings": None}, "short_factor"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("SmolLM3-3B", {"no_rope_layers": "none"}, "no_rope_layers"),
+        ("gemma-3-270m", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("gemma-3-270m", {"hidden_activation": "silu"}, "hidden_activation"),
     ],
 )
 def test_a_variant_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:

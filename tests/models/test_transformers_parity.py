@@ -50,7 +50,7 @@ def all_logits(target: Any, tokens: Sequence[int], feed: Sequence[tuple[str, int
         at += len(chunk)
         if how == "prefill":
             hidden = target.prefill(state, chunk).need_hidden()
-            parts.append(target.ops.head(target.ops.array(hidden), target.model.lm_head).rows())
+            parts.append(target.model.logits(target.ops.array(hidden)).rows())
         elif chunk:
             parts.append(target.decode(state, chunk).need_logits().rows())
             target.commit(state, len(chunk))

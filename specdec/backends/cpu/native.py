@@ -112,14 +112,16 @@ class NativeOps(ReferenceOps):
         self._project = function("project", "piiiipppppi")
         self._linear = function("linear", "piiipiipipi")
         self._swiglu = function("swiglu", "piiipipiipi")
+        self._geglu = function("geglu", "piiipipiipi")
         self._head = function("head", "piiipiipi")
         self._rms_norm = function("rms_norm", "piiipfpi")
         self._layer_norm = function("layer_norm", "piiippfpi")
         self._gelu = function("gelu", "piiipi")
+        self._scale = function("scale", "piiifpi")
         self._add = function("add", "pipiiipi")
         self._norm_rope = function("norm_rope", "piiiiipfpiipi")
         self._gated_rms_norm = function("gated_rms_norm", "piipiiiiipfpi")
-        self._attend = function("attend", "piipiipiipppiiiiiiifpi")
+        self._attend = function("attend", "piipiipiipppiiiiiiiifpi")
         self._conv_window = function("conv_window", "ppiiipippi")
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
         self._copy_rows = Kernel(kernels, "copy_rows", "pipiii")
@@ -398,13 +400,19 @@ class NativeOps(ReferenceOps):
         return out
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        at, stride, rows, length = self._rows(x, "swiglu")
-        g, g_stride, features = self._matrix(gate, length, "swiglu")
-        u, u_stride, ups = self._matrix(up, length, "swiglu")
+        return self._gated_by(x, gate, up, "swiglu", self._swiglu)
+
+    def geglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return self._gated_by(x, gate, up, "geglu", self._geglu)
+
+    def _gated_by(self, x: Tensor, gate: Tensor, up: Tensor, op: str, kernel: Kernel) -> Tensor:
+        at, stride, rows, length = self._rows(x, op)
+        g, g_stride, features = self._matrix(gate, length, op)
+        u, u_stride, ups = self._matrix(up, length, op)
         if ups != features:
-            raise self._refused("swiglu", "up", up, f"[{features}, {length}]")
+            raise self._refused(op, "up", up, f"[{features}, {length}]")
         out = _new(rows, features, dtype=self.dtype)
-        self._swiglu(at, stride, rows, length, g, g_stride, u, u_stride, features, out.data_ptr())
+        kernel(at, stride, rows, length, g, g_stride, u, u_stride, features, out.data_ptr())
         return out
 
     def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
@@ -445,6 +453,12 @@ class NativeOps(ReferenceOps):
         at, stride, rows, length = self._rows(x, "gelu")
         out = _new(rows, length, dtype=self.dtype)
         self._gelu(at, stride, rows, length, out.data_ptr())
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        at, stride, rows, length = self._rows(x, "scale")
+        out = _new(rows, length, dtype=self.dtype)
+        self._scale(at, stride, rows, length, factor, out.data_ptr())
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -523,6 +537,7 @@ class NativeOps(ReferenceOps):
             kv_heads,
             dim,
             start,
+            cache.window,
             scale,
             out.data_ptr(),
         )
@@ -586,6 +601,7 @@ class NativeOps(ReferenceOps):
             keys.shape[1],
             dim,
             end - low - 1,
+            0,
             scale,
             out.data_ptr(),
         )

@@ -63,6 +63,9 @@ class ReferenceOps(Ops):
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CpuKVCache:
         return CpuKVCache(capacity, kv_heads, head_dim, self.dtype)
 
+    def new_window(self, capacity: int, window: int, kv_heads: int, head_dim: int) -> CpuKVCache:
+        return CpuKVCache(capacity, kv_heads, head_dim, self.dtype, window)
+
     def new_latent(self, capacity: int, dims: int) -> CpuLatentCache:
         return CpuLatentCache(capacity, dims, self.dtype)
 
@@ -92,7 +95,13 @@ class ReferenceOps(Ops):
         return y if residual is None else y + residual
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        gated = _by_row(F.silu, self._product(x, gate).float()) * self._product(x, up).float()
+        return self._gated(F.silu, x, gate, up)
+
+    def geglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return self._gated(functools.partial(F.gelu, approximate="tanh"), x, gate, up)
+
+    def _gated(self, activation: Callable[[Tensor], Tensor], x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        gated = _by_row(activation, self._product(x, gate).float()) * self._product(x, up).float()
         return gated.to(self.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -308,11 +317,13 @@ def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> 
     """Causal attention of T rows that start at ``position``: ``[T, nq, D]`` float32."""
     rows, heads, dim = q.shape
     end = position + rows
-    keys, values = cache.keys[:end].float(), cache.values[:end].float()  # [S, nkv, D]
+    low = max(0, position + 1 - cache.window) if cache.window else 0
+    keys, values = cache.keys[low:end].float(), cache.values[low:end].float()  # [S, nkv, D]
     groups = q.float().reshape(rows, keys.shape[1], -1, dim)  # [T, nkv, nq/nkv, D]
     scores = torch.einsum("tkgd,skd->tkgs", groups, keys) * scale
-    future = torch.arange(end, device=CPU) > torch.arange(position, end, device=CPU)[:, None]  # [T, S]
-    weights = scores.masked_fill(future[:, None, None], float("-inf")).softmax(-1)
+    ages = torch.arange(position, end, device=CPU)[:, None] - torch.arange(low, end, device=CPU)  # [T, S]
+    unseen = (ages < 0) | (ages >= (cache.window or end))
+    weights = scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1)
     return torch.einsum("tkgs,skd->tkgd", weights, values).reshape(rows, heads, dim)
 
 

@@ -31,17 +31,23 @@ class HeadAttention(Attention):
         """Build from the weights under ``self_attn.``; ``width`` is that of x, ``normed``: q/k norms must be there."""
         weights = weights.under("self_attn.")
         normed = normed or "q_norm.weight" in weights
-        shape = attrs.evolve(geometry.attention, biased="q_proj.bias" in weights, normed=normed)
+        shape = attrs.evolve(geometry.attention, biased="q_proj.bias" in weights, normed="heads" if normed else "")
         attention = cls.of(weights, geometry.hidden, shape, geometry.eps, width=width)
         return attrs.evolve(attention, o_bias=weights.optional("o_proj.bias", (geometry.hidden,)))
 
     def __call__(
-        self, x: Array, residual: Array, cache: KVCache, first: Sequence[int] | None = None, *, causal: bool = True
+        self,
+        x: Array,
+        residual: Array | None,
+        cache: KVCache,
+        first: Sequence[int] | None = None,
+        *,
+        causal: bool = True,
     ) -> Array:
         """``residual + o_proj(attention)``; ``first`` and ``causal`` as in ``Ops.attend_from``."""
         ops, shape, rows = self.ops, self.shape, x.shape[0]
         q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
-        q = ops.norm_rope(q.reshape(rows, shape.heads, shape.head_dim), self.q_norm, self.eps, shape.rope, cache.length)
+        q = self._placed(q, self.q_norm, cache)
         k, v = self._entries(k, v, cache)
         if first is None and causal:
             mixed = ops.attend(q, k, v, cache, scale=shape.scale)
@@ -50,7 +56,7 @@ class HeadAttention(Attention):
         if self.o_bias is None:
             return ops.linear(mixed, self.o_proj, residual)
         (out,) = ops.project(mixed, (self.o_proj,), (self.o_bias,))
-        return ops.add(residual, out)
+        return out if residual is None else ops.add(residual, out)
 
 
 def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1.0) -> RmsNorm:

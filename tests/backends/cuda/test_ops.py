@@ -18,7 +18,7 @@ from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
 from specdec.errors import ContractError, StateError, UnsupportedError
 from specdec.testing import OpsSubject, Subject, check_subjects
-from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend
+from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks
 
 KERNELS = ["O6", "O12", "O13", "O17"]
 """Clauses on values of attention, rows, rollback and routing: in the interpreter, the tests of the kernels and of whole
@@ -36,7 +36,7 @@ def make(new_device: Callable[[], Any]) -> Callable[..., CudaOps]:
     return lambda dtype="float32": CudaOps(new_device(), getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("clause", [f"O{n}" for n in range(1, 26) if f"O{n}" not in KERNELS])
+@pytest.mark.parametrize("clause", [f"O{n}" for n in range(1, 28) if f"O{n}" not in KERNELS])
 def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -> None:
     check_subjects("cuda", {Subject.OPS: OpsSubject(make=make)}, only=[clause]).raise_for_failures()
 
@@ -238,6 +238,7 @@ def test_a_row_that_is_not_finite_has_no_best_token(make: Callable[..., CudaOps]
 @pytest.mark.sample
 def test_arrays_that_do_not_fit_are_refused(make: Callable[..., CudaOps]) -> None:
     ops = make()
+    refuses_what_it_lacks(ops)
     refuses_arrays_of_another_backend(ops, torch.ones(1, 3, device=ops.device.place))
     with pytest.raises(ContractError, match="token 4 of row 1 is not in the vocabulary"):
         ops.embed(ops.weight(torch.ones(4, 3)), [0, 4])

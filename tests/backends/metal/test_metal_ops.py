@@ -17,7 +17,7 @@ from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.ops import DeltaShape, Routing  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
 from tests.backends import oracle  # noqa: E402
-from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend  # noqa: E402
+from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks  # noqa: E402
 
 OPS = MetalOps(mx.float32)
 
@@ -69,6 +69,7 @@ def test_the_way_to_mlx_and_back_keeps_the_bits(dtype: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    refuses_what_it_lacks(OPS)
     refuses_arrays_of_another_backend(OPS, mx.ones((1, 3)))
     with pytest.raises(StateError, match="without a pass"):
         OPS.new_delta(DeltaShape(key_heads=1, value_heads=1, key_dim=2, value_dim=2, kernel=2)).commit(1)

@@ -334,6 +334,27 @@ class AppendsValuesAsKeys(ReferenceOps):
         super().append(v, v, cache)
 
 
+class WindowForgotten(ReferenceOps):
+    def new_window(self, capacity, window, kv_heads, head_dim):
+        return self.new_kv(capacity, kv_heads, head_dim)
+
+
+class WindowOfThePass(ReferenceOps):
+    """All rows of a pass see what its last row sees."""
+
+    def attend(self, q, k, v, cache, *, scale, gate=None):
+        if not cache.window:
+            return super().attend(q, k, v, cache, scale=scale, gate=gate)
+        first = max(0, cache.length + len(q) - cache.window)
+        firsts = [min(first, cache.length + t) for t in range(len(q))]
+        return super().attend_from(q, k, v, cache, scale=scale, first=firsts)
+
+
+class GegluWithSilu(ReferenceOps):
+    def geglu(self, x, gate, up):
+        return super().swiglu(x, gate, up)
+
+
 BROKEN = {
     PlusInBfloat16: "O1",
     ForgetsTheResidual: "O2",
@@ -378,4 +399,7 @@ BROKEN = {
     WindowOfTheFirstRow: "O24",
     AppendedRowsStay: "O25",
     AppendsValuesAsKeys: "O25",
+    WindowForgotten: "O26",
+    WindowOfThePass: "O26",
+    GegluWithSilu: "O27",
 }

@@ -5,7 +5,8 @@
 // positions, gives one partial result, and these are merged in ascending order. So a query's result depends only on its
 // position and on the keys up to it, not on the rows of the pass, the threads, or whether the splits ran in parallel.
 // Scores of keys after a query's position are discarded and their values are not used; slots after the pass are never
-// read.
+// read. With a window, a query processes the keys of its window only: earlier tiles are skipped, and
+// what a tile holds before the window is treated like the keys of the future.
 
 #include <algorithm>
 
@@ -30,11 +31,13 @@ template <class T> struct Attention {
     const T* gate;
     int64_t gate_row, gate_head;
     int64_t rows, heads, kv_heads, dim, position;
+    int64_t window;  // keys that a query sees, its own included; 0: all
     float scale;
     T* out;
 
     int64_t group() const { return heads / kv_heads; }
     int64_t wide() const { return (dim + W - 1) / W * W; }  // dim, padded to whole vectors
+    int64_t oldest(int64_t row) const { return window ? std::max<int64_t>(0, position + row + 1 - window) : 0; }
     int64_t rows_per_block() const { return std::max<int64_t>(1, QUERIES / group()); }
 };
 
@@ -114,13 +117,15 @@ void add_values(const float* weights, const T* values, int64_t slot, int64_t key
         add_values<T, 1>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
 }
 
-// Scores of one query over a tile -> weights relative to the new top; the earlier sums are rescaled. `valid` > 0 keys.
-INLINE void soften(float* scores, int64_t valid, float scale, float& top, float& total, float* sum, int64_t wide) {
+// Scores of one query over a tile -> weights relative to the new top; the earlier sums are rescaled. Of the tile's keys
+// it sees those from `first` to before `valid`, at least one.
+INLINE void soften(float* scores, int64_t first, int64_t valid, float scale, float& top, float& total, float* sum,
+                   int64_t wide) {
     const vf s = splat(scale), low = splat(-INFINITY);
     alignas(64) static constexpr float LANE[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vf score[TILE / W], peak = low;
     for (int i = 0; i < TILE / W; ++i) {
-        vi inside = load(LANE) < splat((float)(valid - i * W));
+        vi inside = (load(LANE) < splat((float)(valid - i * W))) & (load(LANE) >= splat((float)(first - i * W)));
         score[i] = select(inside, load(scores + i * W) * s, low);
         peak = maximum(score[i], peak);
     }
@@ -156,40 +161,49 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
     std::memset(out.sum, 0, queries * wide * sizeof(float));
     const int64_t newest = a.position + first + rows - 1;
     float* scores = scratch<2>(queries * TILE);
-    for (int64_t start = split * SPLIT; start < (split + 1) * SPLIT && start <= newest; start += TILE) {
+    const int64_t begin = std::max(split * SPLIT, a.oldest(first) / TILE * TILE);
+    for (int64_t start = begin; start < (split + 1) * SPLIT && start <= newest; start += TILE) {
         const int64_t keys = std::min(TILE, newest + 1 - start);
         const T* tile_keys = a.keys + start * a.slot + kv * a.dim;
         const T* tile_values = a.values + start * a.slot + kv * a.dim;
-        // Rows that see none of this tile, then rows that see part of it, then rows that see all of it.
+        // Rows that see none of this tile yet, rows that see its first keys, all its keys up to `whole`, its last keys
+        // up to `last`, and then none.
         const int64_t none = std::clamp<int64_t>(start - a.position - first, 0, rows);
         const int64_t part = std::clamp<int64_t>(start + TILE - 1 - a.position - first, none, rows);
+        const int64_t beyond = a.window - a.position - first;
+        const int64_t last = a.window ? std::clamp<int64_t>(start + TILE - 1 + beyond, none, rows) : rows;
+        const int64_t whole = a.window ? std::clamp<int64_t>(start + beyond, part, std::max(part, last)) : rows;
         // The keys and values of one head are a short run in each cached row, which the hardware prefetcher misses:
         // reading the keys prefetches the values of the tile, and reading the values prefetches the next tile's keys.
         int64_t ahead = reinterpret_cast<intptr_t>(tile_values) - reinterpret_cast<intptr_t>(tile_keys);
         for (int64_t j = 0; j < keys; j += NEAR) {
             const T* here = tile_keys + j * a.slot;
-            for (int64_t m = none * group; m < queries;) {
-                const int64_t tile = query_tile(queries - m);
+            for (int64_t m = none * group; m < last * group;) {
+                const int64_t tile = query_tile(last * group - m);
                 dots_tile_of<T>(tile)(here, a.slot, std::min(NEAR, keys - j), q + m * a.dim, a.dim, a.dim,
                                       scores + m * TILE + j, TILE, {m == none * group ? ahead : 0, false}, WHOLE);
                 m += tile;
             }
         }
         ahead = TILE * a.slot * (int64_t)sizeof(T) - ahead;
-        for (int64_t m = none * group; m < queries; ++m) {
-            const int64_t valid = std::min(TILE, a.position + first + m / group + 1 - start);
-            soften(scores + m * TILE, valid, a.scale, out.top[m], out.total[m], out.sum + m * wide, wide);
+        for (int64_t m = none * group; m < last * group; ++m) {
+            const int64_t row = first + m / group, valid = std::min(TILE, a.position + row + 1 - start);
+            soften(scores + m * TILE, a.oldest(row) - start, valid, a.scale, out.top[m], out.total[m],
+                   out.sum + m * wide, wide);
         }
         for (int64_t j = 0; j < keys; j += NEAR) {
             const T* here = tile_values + j * a.slot;
             const int64_t some = std::min(NEAR, keys - j);
-            for (int64_t t = none; t < part; ++t) {
-                const int64_t seen = std::min(some, a.position + first + t + 1 - start - j);
+            const auto add_some = [&](int64_t t) {
+                const int64_t from = std::max<int64_t>(0, a.oldest(first + t) - start - j);
+                const int64_t seen = std::min(some, a.position + first + t + 1 - start - j) - from;
                 if (seen > 0)
-                    add_values(scores + t * group * TILE + j, here, a.slot, seen, group, a.dim,
+                    add_values(scores + t * group * TILE + j + from, here + from * a.slot, a.slot, seen, group, a.dim,
                                out.sum + t * group * wide, wide, 0);
-            }
-            add_values(scores + part * group * TILE + j, here, a.slot, some, (rows - part) * group, a.dim,
+            };
+            for (int64_t t = none; t < std::min(part, last); ++t) add_some(t);
+            for (int64_t t = whole; t < last; ++t) add_some(t);
+            add_values(scores + part * group * TILE + j, here, a.slot, some, (whole - part) * group, a.dim,
                        out.sum + part * group * wide, wide, ahead);
         }
     }
@@ -242,7 +256,8 @@ template <class T> void attend(const Attention<T>& a, int threads) {
     const int64_t group = a.group(), wide = a.wide(), per_block = a.rows_per_block();
     const int64_t row_blocks = (a.rows + per_block - 1) / per_block;
     const int64_t splits = (a.position + a.rows - 1) / SPLIT + 1;
-    const int64_t bytes = (a.position + a.rows) * a.kv_heads * a.dim * 2 * (int64_t)sizeof(T);
+    const int64_t keys = a.position + a.rows - a.oldest(0);
+    const int64_t bytes = keys * a.kv_heads * a.dim * 2 * (int64_t)sizeof(T);
     const int64_t work = bytes * std::max<int64_t>(1, a.rows * group / 4);
     if (work < SERIAL_WORK) threads = 1;
     const int64_t floats = partial_floats(per_block * group, wide);
@@ -299,13 +314,13 @@ using namespace specdec;
     EXPORT void attend_##NAME(const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row,              \
                                   int64_t k_head, const void* v, int64_t v_row, int64_t v_head, void* keys,            \
                                   void* values, const void* gate, int64_t gate_row, int64_t gate_head, int64_t rows,   \
-                                  int64_t heads, int64_t kv_heads, int64_t dim, int64_t position, float scale,         \
-                                  void* out, int64_t threads) {                                                        \
+                                  int64_t heads, int64_t kv_heads, int64_t dim, int64_t position, int64_t window,      \
+                                  float scale, void* out, int64_t threads) {                                           \
         const int64_t slot = kv_heads * dim;                                                                           \
         append((T*)keys + position * slot, slot, (const T*)k, k_row, k_head, rows, kv_heads, dim);                     \
         append((T*)values + position * slot, slot, (const T*)v, v_row, v_head, rows, kv_heads, dim);                   \
         attend<T>({(const T*)q, q_row, q_head, (const T*)keys, (const T*)values, slot, (const T*)gate, gate_row,       \
-                   gate_head, rows, heads, kv_heads, dim, position, scale, (T*)out},                                   \
+                   gate_head, rows, heads, kv_heads, dim, position, window, scale, (T*)out},                           \
                   (int)threads);                                                                                       \
     }
 

@@ -1,4 +1,4 @@
-// Matrix products: project, linear, swiglu and head of specdec.backends.ops. Reference: ReferenceOps, same names.
+// Matrix products: project, linear, swiglu, geglu and head of specdec.backends.ops. Reference: ReferenceOps, same names.
 //
 // Bits contract: an output is one inner product of `dots.h` or `panels.h` followed by its own epilogue; row t of any
 // result is the same for every number of rows and threads.
@@ -306,15 +306,16 @@ void linear(const Rows<T>& x, const Matrix<T>& w, const T* residual, int64_t res
                 });
 }
 
-template <class T>
-void swiglu(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out, int threads) {
+// activation(x @ gate.T) * (x @ up.T)
+template <class T, class Activation>
+void gated(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out, int threads, Activation&& activation) {
     const Matrix<T> pair[2] = {gate, up};
     products<2>(x, pair, 2, threads,
                 [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * gate.n + first, gate.n, rows, features, [&](int64_t m, int64_t j, int some) {
                         // Lanes past the tail are uninitialised; their results are never stored.
                         vf g = load_some(tile[0] + m * BLOCK + j, some), u = load_some(tile[1] + m * BLOCK + j, some);
-                        return silu(g) * u;
+                        return activation(g) * u;
                     });
                 });
 }
@@ -363,8 +364,14 @@ using namespace specdec;
     EXPORT void swiglu_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* gate,              \
                                   int64_t gate_stride, const void* up, int64_t up_stride, int64_t n, void* out,        \
                                   int64_t threads) {                                                                   \
-        swiglu<T>({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},    \
-                  (T*)out, (int)threads);                                                                              \
+        gated<T>({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},     \
+                 (T*)out, (int)threads, [](vf g) { return silu(g); });                                                 \
+    }                                                                                                                  \
+    EXPORT void geglu_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* gate,               \
+                                  int64_t gate_stride, const void* up, int64_t up_stride, int64_t n, void* out,        \
+                                  int64_t threads) {                                                                   \
+        gated<T>({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},     \
+                 (T*)out, (int)threads, [](vf g) { return gelu(g); });                                                 \
     }                                                                                                                  \
     EXPORT void head_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* w,                   \
                                 int64_t w_stride, int64_t n, void* out, int64_t threads) {                             \

@@ -1,5 +1,5 @@
-// Row-wise ops: embed, rms_norm, layer_norm, gelu, add, norm_rope and gated_rms_norm of specdec.backends.ops. Reference:
-// ReferenceOps, same names (the reference rounds to act dtype between norm and rotation; these kernels round once, at
+// Row-wise ops: embed, rms_norm, layer_norm, gelu, scale, add, norm_rope and gated_rms_norm of specdec.backends.ops.
+// Reference: ReferenceOps, same names (the reference rounds to act dtype between norm and rotation; these kernels round once, at
 // the end).
 //
 // Bits contract: a head (or row) is read by one thread, and its squares are summed by four vector accumulators in
@@ -74,13 +74,11 @@ void layer_norm(const T* x, int64_t stride, int64_t rows, int64_t n, const float
     });
 }
 
-// a * sigmoid(2 y) = 0.5 a (1 + tanh(y)), with y = sqrt(2 / pi) (a + 0.044715 a^3)
-template <class T> void gelu(const T* x, int64_t stride, int64_t rows, int64_t n, T* out, int threads) {
+// to[i] = value(from[i]) for every row
+template <class T, class Value>
+void map_rows(const T* x, int64_t stride, int64_t rows, int64_t n, T* out, int threads, Value&& value) {
     for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
-        fill(out + row * n, n, [&](int64_t i, int some) {
-            const vf a = load_some(x + row * stride + i, some);
-            return a * sigmoid(a * fma(a * a, splat(0.0713548162726f), splat(1.5957691216057f)));
-        });
+        fill(out + row * n, n, [&](int64_t i, int some) { return value(load_some(x + row * stride + i, some)); });
     });
 }
 
@@ -157,7 +155,11 @@ using namespace specdec;
                    (int)threads);                                                                                      \
     }                                                                                                                  \
     EXPORT void gelu_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, void* out, int64_t threads) {      \
-        gelu((const T*)x, stride, rows, n, (T*)out, (int)threads);                                                     \
+        map_rows((const T*)x, stride, rows, n, (T*)out, (int)threads, [](vf a) { return gelu(a); });                   \
+    }                                                                                                                  \
+    EXPORT void scale_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, float factor, void* out,          \
+                                 int64_t threads) {                                                                    \
+        map_rows((const T*)x, stride, rows, n, (T*)out, (int)threads, [=](vf a) { return a * splat(factor); });        \
     }                                                                                                                  \
     EXPORT void add_##NAME(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t rows, int64_t n,  \
                                void* out, int64_t threads) {                                                           \

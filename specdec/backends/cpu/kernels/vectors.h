@@ -219,6 +219,8 @@ INLINE vf exponential(vf x) {
 
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
 INLINE vf silu(vf x) { return x / (1.0f + exponential(-x)); }
+// x * sigmoid(2 y) = 0.5 x (1 + tanh(y)), with y = sqrt(2 / pi) (x + 0.044715 x^3)
+INLINE vf gelu(vf x) { return x * sigmoid(x * fma(x * x, splat(0.0713548162726f), splat(1.5957691216057f))); }
 
 INLINE float exponential(float x) { return exponential(splat(x))[0]; }
 INLINE float sigmoid(float x) { return sigmoid(splat(x))[0]; }

@@ -1,4 +1,4 @@
-"""Checks of a backend's operations against the torch reference: clauses O1 to O25."""
+"""Checks of a backend's operations against the torch reference: clauses O1 to O27."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ SENTENCES = {
     "other experts are not read.",
     "O21": "``layer_norm`` takes off the mean, divides by the standard deviation, scales and shifts, in float32.",
     "O22": "``gelu`` is the approximation with tanh of every element.",
-    "O23": "``add`` is the sum of two activations; ``add_positions`` adds the table's rows from the first position on.",
+    "O23": "``add`` is the sum of two activations; ``add_positions`` adds the table's rows from the first position on; "
+    "``scale`` multiplies every element.",
+    "O27": "``geglu`` is ``gelu(x @ gate.T) * (x @ up.T)``.",
 }
 """The clauses that hold if the operations of the table agree with the reference."""
 
@@ -167,6 +169,15 @@ def attend_from(subject: OpsSubject, run: Run) -> None:
         for causal in (True, False):
             layer = layers.window(bench, before + rows, first, causal=causal)
             _attends(layer, before, rows, "attend_from", span=span, causal=causal)
+
+
+@check("O26")
+def new_window(subject: OpsSubject, run: Run) -> None:
+    """``attend`` over a cache of ``new_window`` sees the last rows of the window only, the row's own included."""
+    bench = Bench(subject, run)
+    for size in (1, 5, 70):
+        for rows, before in ((1, 0), (1, 17), (16, 5), (19, 2), (5, 66), (2, 255), (3, 620)):
+            _attends(layers.sliding(bench, before + rows, size), before, rows, "attend", window=size)
 
 
 def _delta(subject: OpsSubject, run: Run, result: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from specdec.backends.ops import Cache, Ops
 from specdec.testing.checks import NotApplicable, expect_equal
-from specdec.testing.clauses.ops.operations import HEAD_DIM, SHAPE, Bench, Call, Drawn
+from specdec.testing.clauses.ops.operations import HEAD_DIM, REFERENCE, SHAPE, Bench, Call, Drawn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -150,6 +150,27 @@ def window(
     return layer
 
 
+def sliding(bench: Bench, rows: int, size: int = 3) -> Layer:
+    """Attention over a cache with a window; the reference attends to a plain cache from each row's first key on.
+
+    Raises: NotApplicable if the backend has none.
+    """
+
+    def new(ops: Ops, capacity: int) -> Cache:
+        return _new_kv(ops, capacity) if ops is REFERENCE else ops.new_window(capacity, size, KV_HEADS, HEAD_DIM)
+
+    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
+        if ops is not REFERENCE:
+            return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5)
+        ages = range(cache.length + 1 - size, cache.length + 1 - size + q.shape[0])
+        return ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=[max(0, first) for first in ages])
+
+    layer = Layer(bench, "new_window", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS))
+    with bench.optional("new_window"):
+        layer.cache(1)
+    return layer
+
+
 def delta(bench: Bench, rows: int) -> Layer:
     """A convolution window followed by the gated delta rule; the results of both."""
 
@@ -174,6 +195,6 @@ def every(bench: Bench, rows: int) -> Iterator[Layer]:
     """A layer of each kind that the backend has."""
     yield attention(bench, rows)
     yield delta(bench, rows)
-    for optional in (latent, window):
+    for optional in (latent, window, sliding):
         with contextlib.suppress(NotApplicable):
             yield optional(bench, rows)

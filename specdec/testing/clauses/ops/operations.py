@@ -251,9 +251,12 @@ def _linear(bench: Bench, rows: int, number: int) -> Call:
     return Call(lambda ops, x, w, y: (ops.linear(x, w), ops.linear(x, w, y)), x, weight, y, roundings=2)
 
 
-def _swiglu(bench: Bench, rows: int, number: int) -> Call:
-    gate, up = (bench.matrix(45, LENGTH, scale=0.25) for _ in range(2))
-    return Call("swiglu", bench.act(rows, LENGTH), gate, up, roundings=5, terms=320)
+def _gated(name: str) -> Callable[[Bench, int, int], Call]:
+    def draw(bench: Bench, rows: int, number: int) -> Call:
+        gate, up = (bench.matrix(45, LENGTH, scale=0.25) for _ in range(2))
+        return Call(name, bench.act(rows, LENGTH), gate, up, roundings=5, terms=320)
+
+    return draw
 
 
 def _rms_norm(bench: Bench, rows: int, number: int) -> Call:
@@ -280,6 +283,10 @@ def _gelu(bench: Bench, rows: int, number: int) -> Call:
 
 def _add(bench: Bench, rows: int, number: int) -> Call:
     return Call("add", bench.act(rows, LENGTH), bench.act(rows, LENGTH), terms=1)
+
+
+def _scale(bench: Bench, rows: int, number: int) -> Call:
+    return Call("scale", bench.act(rows, LENGTH), (25.25, 0.22, 1 / 3)[number % 3], terms=1)
 
 
 def _add_positions(bench: Bench, rows: int, number: int) -> Call:
@@ -418,7 +425,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation("O1", "embed", _embed, 5),
     Operation("O2", "project", _project),
     Operation("O2", "linear", _linear),
-    Operation("O3", "swiglu", _swiglu, 5),
+    Operation("O3", "swiglu", _gated("swiglu"), 5),
     Operation("O4", "rms_norm", _rms_norm),
     Operation("O5", "norm_rope", _norm_rope, 20),
     Operation("O9", "gated_rms_norm", _gated_rms_norm, 5),
@@ -433,4 +440,6 @@ OPERATIONS: Sequence[Operation] = (
     Operation("O22", "gelu", _gelu),
     Operation("O23", "add", _add, 5),
     Operation("O23", "add_positions", _add_positions),
+    Operation("O23", "scale", _scale),
+    Operation("O27", "geglu", _gated("geglu"), 5, optional=True),
 )
