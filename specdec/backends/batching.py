@@ -61,13 +61,13 @@ class BatchingOps(DelegatingOps):
         results = []
         for part, rows in zip(batched.parts, batched.rows, strict=True):
             own = {argument: values[argument][rows] for argument in of_rows}
-            results.append(getattr(self.inner, name)(**values | own | {key: part}))
+            results.append(super().call(name, **values | own | {key: part}))
         return None if results[0] is None else self.inner.hidden_type.concatenate(results)
 
 
 @functools.cache
 def _signature(name: str) -> inspect.Signature:
-    return inspect.signature(getattr(Ops, name))
+    return inspect.signature(vars(Ops)[name])
 
 
 def run_batch(passes: Sequence[Pass], tokens: Sequence[Sequence[int]]) -> tuple[Array, list[slice]]:
