@@ -71,6 +71,7 @@ class ModelInfo:
         layers: decoder layers, whose boundaries ``Needs`` can name; 0 if the target gives no hidden states there.
         gives_hidden: whether the target gives the state after the final norm.
         max_rows: rows that one ``decode`` takes, the pending token included.
+        batch_rows: rows that one pass of ``decode_batch`` takes; 0 if sequences run one after another.
         parity: what the target promises about a row.
         parity_reason: how the parity was established, or why it was downgraded.
         backend: the name that ``target.backend`` chose it by.
@@ -91,6 +92,7 @@ class ModelInfo:
     layers: int = 0
     gives_hidden: bool = True
     max_rows: int
+    batch_rows: int = 0
     parity: Parity
     parity_reason: str = ""
     backend: str = ""
@@ -315,6 +317,14 @@ class ForwardPass(abc.ABC):
 
         Calling it again before ``commit`` starts over from the committed prefix.
         """
+
+    def decode_batch(self, batch: Sequence[tuple[State, Sequence[int]]]) -> list[ForwardOutput]:
+        """``decode`` of several states, each different from the others, with the same results and bits.
+
+        All outputs are provisional until each state's own ``commit``. The default runs one after another. A target that
+        shares a pass among them says so in ``info.batch_rows``.
+        """
+        return [self.decode(state, tokens) for state, tokens in batch]
 
     @abc.abstractmethod
     def commit(self, state: State, rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -88,3 +89,9 @@ class HostLogits(Logits):
     def rows(self) -> Float32:
         rows: Float32 = self.array
         return rows
+
+    def __getitem__(self, rows: slice) -> Self:
+        """Some of the rows; they share memory."""
+        part = copy.copy(self)
+        part.array = self.array[rows]
+        return part

@@ -163,6 +163,8 @@ class Capabilities:
         probed_context: committed rows that attention starts from in the probe at every load, so that it covers more
             than one of the parts that the kernels cut a context into.
         max_rows: rows of the longest pass that ``parity`` covers.
+        batch_rows: rows of the longest pass over several sequences (``specdec.backends.batching``) that it covers; 0 if
+            sequences run one after another.
         packed_formats: quantised formats whose weights stay packed ("fp8-block", "nvfp4", "mlx-affine"); weights in
             other formats arrive decoded. See ``Ops.weight``.
         slow: the kernels are a slow fallback; loading a model then reports ``kernels``.
@@ -173,6 +175,7 @@ class Capabilities:
     parity_reason: str = ""
     probed_context: int = 0
     max_rows: int = 16
+    batch_rows: int = 0
     packed_formats: frozenset[str] = frozenset()
     slow: bool = False
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from specdec.backends.caches import Array, Cache, HeadRows
 from specdec.contract import Choosing
+from specdec.errors import UnsupportedError
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
@@ -31,6 +32,10 @@ class Pass(abc.ABC):
     @abc.abstractmethod
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last run in all caches; 0 drops all."""
+
+    def eager(self) -> EagerPass:
+        """The same pass, run op by op; the next ``commit`` is of rows that it has run."""
+        raise UnsupportedError(f"{type(self).__name__} has no passes over several sequences")
 
     def chain(
         self, tokens: Sequence[int], hidden: Array, depth: int, head: Array | HeadRows, choosing: Choosing | None = None
@@ -58,14 +63,17 @@ class EagerPass(Pass):
     """A pass that runs the ops of a body one by one."""
 
     def __init__(self, body: Body, caches: Sequence[Cache]) -> None:
-        self._body = body
-        self._caches = caches
+        self.body = body
+        self.caches = caches
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
-        return self._body(self._caches, tokens, hidden)
+        return self.body(self.caches, tokens, hidden)
+
+    def eager(self) -> EagerPass:
+        return self
 
     def commit(self, rows: int) -> None:
-        for cache in self._caches:
+        for cache in self.caches:
             cache.commit(rows)
 
 

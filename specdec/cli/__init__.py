@@ -11,6 +11,7 @@ from specdec._version import __version__
 from specdec.cli import output
 from specdec.cli.accept import accept
 from specdec.cli.audit import audit
+from specdec.cli.batch import batch
 from specdec.cli.bench import bench
 from specdec.cli.chat import chat
 from specdec.cli.check import check
@@ -32,5 +33,5 @@ def main(verbose: int) -> None:
     output.configure(verbose)
 
 
-for command in (accept, audit, bench, chat, check, doctor, generate, info, new, plugins, schema, serve, vocab):
+for command in (accept, audit, batch, bench, chat, check, doctor, generate, info, new, plugins, schema, serve, vocab):
     main.add_command(command)

@@ -85,6 +85,13 @@ def served_name(model: str) -> str:
     "--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Maximum waiting requests (default 16)."
 )
 @click.option(
+    "--parallel",
+    default=4,
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="Requests generated at once (default 4). Each has the text that it has alone.",
+)
+@click.option(
     "--most-tokens",
     default=4096,
     type=click.IntRange(min=1),
@@ -107,7 +114,7 @@ def served_name(model: str) -> str:
     default=30.0,
     type=Number(min=0.0, max=3600.0),
     metavar="S",
-    help="Seconds to finish the running request on shutdown (default 30).",
+    help="Seconds to finish running requests on shutdown (default 30).",
 )
 def serve(
     config: RunConfig,
@@ -117,6 +124,7 @@ def serve(
     name: str | None,
     aliases: tuple[str, ...],
     queue: int,
+    parallel: int,
     most_tokens: int,
     most_prompt: int | None,
     keep_mib: int,
@@ -127,8 +135,8 @@ def serve(
     """Serve a model to OpenAI's clients.
 
     The address goes to stdout as soon as the server answers: /v1/chat/completions, /v1/completions, /v1/models,
-    /tokenize, /detokenize, /health, /metrics, and a page for a browser at /. Requests are served one at a time, in
-    order. The first Ctrl-C lets the running answer end.
+    /tokenize, /detokenize, /health, /metrics, and a page for a browser at /. Requests begin in the order of their
+    arrival, and up to --parallel of them share the passes of the model. The first Ctrl-C lets running answers end.
     """
     if start and engine != "vllm":
         raise click.UsageError("--run is for --engine vllm.")
@@ -161,7 +169,7 @@ def serve(
         service = Service(
             lm=lm,
             names=names,
-            engine=Engine(lm, metrics, most_waiting=queue, kept_bytes=keep_mib * 2**20),
+            engine=Engine(lm, metrics, most_waiting=queue, parallel=parallel, kept_bytes=keep_mib * 2**20),
             metrics=metrics,
             limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),
             api_key=api_key or "",

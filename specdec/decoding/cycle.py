@@ -2,12 +2,16 @@
 
 Invariant between cycles: n tokens are committed, every state holds tokens 0..n-2, and token n-1 is pending: it becomes
 row 0 of the next verification pass. Depth 0 runs the same code and is plain decoding.
+
+``cycle`` stops where the target runs, so that several sequences can share a pass (``specdec.decoding.batch``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from time import perf_counter
+
+import attrs
 
 from specdec.contract import EMPTY_DRAFT, CycleRecord, Draft, ForwardOutput, Verdict
 from specdec.decoding.result import RunStats, TokenLogprobs
@@ -19,10 +23,38 @@ Cut = Callable[[tuple[int, ...]], int]
 """How many of a cycle's emitted tokens to keep: at least 1, and not all of them if generation ends within them."""
 
 
-def run_cycle(
+@attrs.frozen
+class PassRequest:
+    """What a cycle wants its target to run: the pending token and a draft."""
+
+    sequence: LiveSequence
+    tokens: list[int]
+
+    def run(self) -> ForwardOutput | BaseException:
+        """Run it in a pass of its own; returns the output, or what was raised."""
+        try:
+            return self.sequence.target.decode(self.sequence.state, self.tokens)
+        except BaseException as error:  # noqa: BLE001 - the cycle raises it
+            return error
+
+
+def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
+    """Run one ``cycle`` with a pass of its own; takes the same arguments and raises the same errors."""
+    running = cycle(sequence, depth, cut, stats)
+    output = next(running).run()
+    try:
+        running.throw(output) if isinstance(output, BaseException) else running.send(output)
+    except StopIteration as end:
+        record: CycleRecord = end.value
+    return record
+
+
+def cycle(
     sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats, predicted: tuple[int, ...] = ()
-) -> CycleRecord:
-    """Run one cycle of at most ``depth`` draft tokens; there must be room for ``depth + 1`` tokens.
+) -> Generator[PassRequest, ForwardOutput | None, CycleRecord]:
+    """One cycle of at most ``depth`` draft tokens; there must be room for ``depth + 1`` tokens.
+
+    Yields a request for a pass until it gets the output; an error of the pass is thrown in.
 
     Args:
         cut: called once, with the tokens that the cycle emits.
@@ -37,7 +69,9 @@ def run_cycle(
         draft = _allowed(sequence, Draft(predicted) if predicted else _drafted(sequence, depth, stats), stats)
         drafted = perf_counter()
         with sequence.running("decode"):
-            output = sequence.target.decode(sequence.state, [sequence.tokens[-1], *draft.tokens])
+            request, output = PassRequest(sequence, [sequence.tokens[-1], *draft.tokens]), None
+            while output is None:
+                output = yield request
             logits = output.need_logits()
         with calling((Kind.VERIFIER, sequence.verifier_name), "verify"):
             verdict = sequence.verifier.verify(draft, logits, sequence.context)

@@ -189,6 +189,18 @@ class Parts:
                 )
         return tokens
 
+    def check_fits(self, total: int) -> None:
+        """Raises: PromptError unless a session can hold ``total`` tokens and one more."""
+        capacity = self.capacity
+        if total >= capacity:
+            most = self.info.max_positions
+            reason = {most: f"max_position_embeddings {most}", self.config.target.capacity: "target.capacity"}
+            raise PromptError(
+                f"the prompt is too long: {total} tokens, and at least one more must fit",
+                limit=f"{capacity} tokens ({reason.get(capacity, 'the free memory of the device')})",
+                try_=f"a prompt of at most {capacity - 1} token{'' if capacity == 2 else 's'}",
+            )
+
 
 def language_model(lm: Parts, who: str) -> Parts:
     """``lm``, which ``who`` works with. Raises: ConfigError if it is something else."""

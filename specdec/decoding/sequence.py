@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -119,19 +119,25 @@ class LiveSequence:
         return calling(("target", self.target.info.family), method)
 
 
-def prefill(sequence: LiveSequence, stats: RunStats, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Run every token but the last through the target and the drafter; end early once ``stopping()`` is true."""
-    started = perf_counter()
+def prefill(sequence: LiveSequence, stats: RunStats) -> None:
+    """Run every token but the last through the target and the drafter."""
+    for _ in prefill_chunks(sequence, stats):
+        pass
+
+
+def prefill_chunks(sequence: LiveSequence, stats: RunStats) -> Iterator[None]:
+    """``prefill`` chunk by chunk: yields after each one."""
     tokens, end = sequence.tokens, len(sequence.tokens) - 1
-    with sequence.changing():
-        while sequence.state.length < end and not stopping():
-            at = sequence.state.length
-            chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
-            if at + len(chunk) == end and len(chunk) > 2 * PREFILL_TAIL:
-                del chunk[-PREFILL_TAIL:]
+    while sequence.state.length < end:
+        started, at = perf_counter(), sequence.state.length
+        chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
+        if at + len(chunk) == end and len(chunk) > 2 * PREFILL_TAIL:
+            del chunk[-PREFILL_TAIL:]
+        with sequence.changing():
             with sequence.running("prefill"):
                 output = sequence.target.prefill(sequence.state, chunk)
             seen = Context(tokens[: at + len(chunk)], sequence.context.sampling)
             sequence.ask("prefill", seen, output)
-            stats.prefilled += len(chunk)
-    stats.seconds["prefill"] += perf_counter() - started
+        stats.prefilled += len(chunk)
+        stats.seconds["prefill"] += perf_counter() - started
+        yield

@@ -6,7 +6,8 @@ A language model makes sessions, and generates in a fresh one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -15,6 +16,7 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
+from specdec.decoding.batch import generate_batch
 from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
 from specdec.decoding.result import Result, html_table
 from specdec.decoding.sequence import Counts, LiveSequence
@@ -125,19 +127,8 @@ class Session:
         if isinstance(prompt, str) and sequence.tokens:  # a tokenizer's special tokens belong at the beginning only
             prompt = self._lm.tokenizer.encode(prompt, add_special=False)
         added = self._lm.encode(prompt)
-        self._check_fits(len(sequence.tokens) + len(added))
+        self._lm.check_fits(len(sequence.tokens) + len(added))
         return added
-
-    def _check_fits(self, total: int) -> None:
-        capacity = self._lm.capacity
-        if total >= capacity:
-            most = self._lm.info.max_positions
-            reason = {most: f"max_position_embeddings {most}", self._lm.config.target.capacity: "target.capacity"}
-            raise PromptError(
-                f"the prompt is too long: {total} tokens, and at least one more must fit",
-                limit=f"{capacity} tokens ({reason.get(capacity, 'the free memory of the device')})",
-                try_=f"a prompt of at most {capacity - 1} token{'' if capacity == 2 else 's'}",
-            )
 
     @checked(StateError)
     def rewind(self, length: int) -> None:
@@ -159,7 +150,7 @@ class Session:
         """
         with self._in_use() as sequence:
             wanted = self._lm.encode(prompt)
-            self._check_fits(len(wanted))
+            self._lm.check_fits(len(wanted))
             shared = common_prefix(sequence.tokens, wanted)
             self._replace(sequence, shared, wanted[shared:])
         return shared
@@ -359,6 +350,57 @@ class LanguageModel(Parts):
         Raises: as ``stream``; PluginError when a plugin fails that decides the output.
         """
         return self.stream(prompt, messages=messages, template=template, **settings).result
+
+    @checked(PromptError)
+    def generate_batch(
+        self,
+        prompts: Sequence[Any],
+        *,
+        max_batch: int = 8,
+        on_result: Callable[[int, Result], object] = lambda number, result: None,
+        **settings: Unpack[GenerationSettings],
+    ) -> list[Result]:
+        """Generate for several prompts at once, each in a fresh session; each has the result that it has alone.
+
+        One pass of the target verifies the drafts of all running generations. A target that cannot share a pass
+        (``info.batch_rows`` is 0) runs them in turns.
+
+        Args:
+            prompts: texts, token ids or conversations, as ``stream`` takes them.
+            max_batch: generations that run at once; the others wait.
+            on_result: called with the number and result of each one that ends, in the order in which they end.
+            **settings: as for ``stream``, for all of them.
+
+        Returns the results in the order of the prompts.
+
+        Raises: PromptError for an unusable prompt, by its number, before anything runs. The first error of a
+            generation, once the others have ended.
+        """
+        if max_batch < 1:
+            raise PromptError(f"max_batch is at least 1, got {shown(max_batch)}")
+        encoded = [self._numbered(number, prompt) for number, prompt in enumerate(prompts)]
+        results: dict[int, Result] = {}
+        failures: list[Exception] = []
+        begin = [functools.partial(self.stream, tokens, **settings) for tokens in encoded]
+        for number, result in generate_batch(begin, max_batch):
+            if isinstance(result, Exception):
+                failures.append(result)
+            else:
+                results[number] = result
+                on_result(number, result)
+        if failures:
+            raise failures[0]
+        return [results[number] for number in range(len(encoded))]
+
+    def _numbered(self, number: int, prompt: Any) -> list[int]:
+        """Token ids of a prompt or a conversation that fit into a session. Raises: PromptError with its number."""
+        try:
+            chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            tokens = self.tokenizer.encode_messages(prompt) if chat else self.encode(prompt)
+            self.check_fits(len(tokens))
+        except PromptError as error:
+            raise PromptError(error.message, prompt=f"number {number}", **error.facts) from error
+        return tokens
 
     def _facts(self) -> list[tuple[str, str]]:
         info = self.info

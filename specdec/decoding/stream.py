@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import operator
@@ -14,11 +15,11 @@ from typing import Self
 import attrs
 
 from specdec.config import GenerationConfig
-from specdec.contract import CycleRecord, DepthPolicy
-from specdec.decoding.cycle import run_cycle
+from specdec.contract import CycleRecord, DepthPolicy, ForwardOutput
+from specdec.decoding.cycle import PassRequest, cycle
 from specdec.decoding.parts import Parts, language_model, make_sampling
 from specdec.decoding.result import Result, RunStats
-from specdec.decoding.sequence import LiveSequence, prefill
+from specdec.decoding.sequence import LiveSequence, prefill_chunks
 from specdec.drafters.prediction import PredictedText
 from specdec.errors import SpecdecError, StateError
 from specdec.logs import get_logger
@@ -93,7 +94,7 @@ class Stream:
         self._result: Result | None = None
         self.on_cycle: Callable[[CycleRecord], object] = lambda record: None
         self.stopping = False
-        self._pieces = self._run()
+        self._steps = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -101,7 +102,23 @@ class Stream:
     def __next__(self) -> str:
         self.check_idle()
         with self._alone:
-            return next(self._pieces)
+            step: str | PassRequest = ""
+            while not step or isinstance(step, PassRequest):
+                step = self.step(step.run() if isinstance(step, PassRequest) else None)
+            return step
+
+    def step(self, output: ForwardOutput | BaseException | None = None) -> str | PassRequest:
+        """Go on to the next text or the next pass; for a driver, which no other thread may share.
+
+        The text is empty where a chunk of the prompt has run.
+
+        Args:
+            output: of the pass that the last call returned, or what it raised. Without one it is returned again, also
+                after an interruption of the caller.
+
+        Raises: StopIteration when the generation is over.
+        """
+        return self._steps.throw(output) if isinstance(output, BaseException) else self._steps.send(output)
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
@@ -136,12 +153,14 @@ class Stream:
     def end(self) -> None:
         """``close`` for the session, which is used by this thread already."""
         self.stopping = True
-        for _ in self._pieces:
-            pass
+        with contextlib.suppress(StopIteration):
+            step = self.step()
+            while True:
+                step = self.step(step.run() if isinstance(step, PassRequest) else None)
 
     def check_idle(self) -> None:
         """Raises: StateError inside a cycle, where ``on_cycle`` or another thread called."""
-        if inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING:
+        if inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING:
             raise StateError("a generation of this session is running", try_="Stream.stop, then wait for its end")
 
     @property
@@ -152,7 +171,7 @@ class Stream:
     @property
     def finished(self) -> bool:
         """Whether the generation is over (also after an error, which leaves the session usable)."""
-        return inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
+        return inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED
 
     @property
     def result(self) -> Result:
@@ -163,21 +182,24 @@ class Stream:
             raise StateError("this generation ended with an error and has no result", tokens="they are in the session")
         return self._result
 
-    def _run(self) -> Generator[str, None, None]:
+    def _run(self) -> Generator[str | PassRequest, ForwardOutput | None, None]:
         try:
             yield from self._decode()
         except SpecdecError as error:
             error.tokens = tuple(self._sequence.tokens[len(self._prompt) :])
             raise
 
-    def _decode(self) -> Generator[str, None, None]:
+    def _decode(self) -> Generator[str | PassRequest, ForwardOutput | None, None]:
         lm, sequence, stats = self._lm, self._sequence, self._stats
         sequence.context.sampling = self._sampling
         sequence.context.generated_from = len(self._prompt)
         sequence.logprobs = []
         policy = lm.depth.make()
         started = perf_counter()
-        prefill(sequence, stats, lambda: self.stopping)
+        for _ in () if self.stopping else prefill_chunks(sequence, stats):
+            yield ""
+            if self.stopping:
+                break
         log.info("prefilled", tokens=len(self._prompt), elapsed_s=round(perf_counter() - started, 6))
         every_cycle = log.isEnabledFor(logging.DEBUG)
         deepest: int | None = None  # depth that the policy chose
@@ -199,7 +221,7 @@ class Stream:
                     with calling(lm.depth.spec, "next_depth"):
                         depth = max(0, min(operator.index(policy.next_depth(stats)), most))
                     deepest = max(deepest or 0, depth)
-                record = run_cycle(sequence, depth, self._cut, stats, predicted)
+                record = yield from cycle(sequence, depth, self._cut, stats, predicted)
                 if predicted:
                     stats.prediction_offered += record.offered
                     stats.prediction_accepted += record.accepted

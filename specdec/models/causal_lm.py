@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from specdec.backends.batching import run_batch
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
 from specdec.backends.passes import Body, Pass, Passes
 from specdec.contract import (
@@ -241,16 +242,50 @@ class CausalLM(ForwardPass):
         self._mark(state)
         return self._output(state, len(tokens), parts)
 
-    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+    def _to_decode(self, state: State, tokens: Sequence[int]) -> SequenceState:
+        """The state of a pass, once its tokens are checked."""
         state = _own(state)
         self._check_tokens(tokens)
         if len(tokens) > self.info.max_rows:
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         self._check_room(state, len(tokens))
+        return state
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        state = self._to_decode(state, tokens)
         x = state.target_pass.run(tokens)
         state.decoded = tuple(tokens), x  # the list is the caller's
         logits = self.model.logits(self._final(state, x))
         return self._output(state, len(tokens), [x] if state.needs.hidden else [], logits)
+
+    def decode_batch(self, batch: Sequence[tuple[State, Sequence[int]]]) -> list[ForwardOutput]:
+        """As in ``ForwardPass``: passes of up to ``info.batch_rows`` rows, each over states with equal boundaries."""
+        if len(batch) < 2 or not self.info.batch_rows:
+            return super().decode_batch(batch)
+        outputs: dict[int, ForwardOutput] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}  # numbers of the states that share a pass
+        for number, (state, tokens) in enumerate(batch):
+            groups.setdefault(self._to_decode(state, tokens).boundaries, []).append(number)
+        for group in groups.values():
+            while group:
+                shared, rows = [], 0
+                while group and rows + len(batch[group[0]][1]) <= self.info.batch_rows:
+                    rows += len(batch[group[0]][1])
+                    shared.append(group.pop(0))
+                if len(shared) == 1:  # a recorded pass is faster
+                    outputs[shared[0]] = self.decode(*batch[shared[0]])
+                else:
+                    outputs |= zip(shared, self._decode_shared([batch[number] for number in shared]), strict=True)
+        return [outputs[number] for number in range(len(batch))]
+
+    def _decode_shared(self, batch: Sequence[tuple[State, Sequence[int]]]) -> Iterable[ForwardOutput]:
+        """One pass over several states, which give the same boundaries."""
+        states = [_own(state) for state, _ in batch]
+        x, rows = run_batch([state.target_pass for state in states], [tokens for _, tokens in batch])
+        logits: Any = self.ops.head(self._final(states[0], x), self.model.lm_head)
+        for state, own, (_, tokens) in zip(states, rows, batch, strict=True):
+            state.decoded = tuple(tokens), x[own]
+            yield self._output(state, len(tokens), [x[own]] if state.needs.hidden else [], logits[own])
 
     def commit(self, state: State, rows: int) -> None:
         state = _own(state)

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from specdec.backends.batching import BatchingOps
 from specdec.backends.choice import make_backend
 from specdec.backends.ops import Ops
 from specdec.checkpoints import (
@@ -179,6 +180,8 @@ def build_target(
     ``mtp_residual``: its MTP head reads the hidden states before the final norm.
     """
     offers = weights.ops.capabilities
+    if offers.batch_rows:
+        weights = attrs.evolve(weights, ops=BatchingOps(weights.ops))  # type: ignore[abstract]
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,
@@ -186,6 +189,7 @@ def build_target(
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
         max_rows=offers.max_rows,
+        batch_rows=offers.batch_rows,
         parity=offers.parity,
         parity_reason=offers.parity_reason,
         kernels=offers.kernels,

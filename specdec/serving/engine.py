@@ -1,4 +1,4 @@
-"""Generates for one request after another, in a thread of its own."""
+"""Generates for several requests at once, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Self
 import attrs
 
 from specdec.contract import CycleRecord
+from specdec.decoding.batch import Batch
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result, TokenLogprobs
+from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.logs import get_logger
@@ -110,41 +112,80 @@ class Turn:
             self.gone = True
 
 
+class _Generation:
+    """A turn's generation. For the engine's thread."""
+
+    def __init__(self, turn: Turn, prepared: Prepared, session: Session) -> None:
+        self.turn = turn
+        self.prompt = len(prepared.prompt)
+        self.session = session
+        self.began = perf_counter()
+        session.set_prompt(prepared.prompt)
+        self.stream = session.stream(prediction=prepared.prediction or None, depth=prepared.depth, **prepared.settings)
+        self.first: float | None = None  # when its first text came
+        self._cycles: list[CycleRecord] = []
+        self._texts: list[str] = []
+        self._sent = 0.0
+        self._reported = 0  # tokens whose log-probabilities are sent
+        if turn.cycles:
+            self.stream.on_cycle = self._cycles.append
+        turn.runs(self.stream)
+
+    def add(self, text: str) -> None:
+        """Take a text, and send what there is if it is time."""
+        now = perf_counter()
+        self.first = self.first or now
+        self._texts.append(text)
+        if self.turn.streamed and now - self._sent >= PIECE_SECONDS and not self.turn.gone:
+            self.send_piece()
+            self._sent = now
+
+    def send_piece(self) -> None:
+        """Send what is new since the last piece."""
+        logprobs = tuple(self.session.sequence.logprobs[self._reported :])
+        self._reported += len(logprobs)
+        self.turn.send(Piece("".join(self._texts), logprobs, tuple(self._cycles)))
+        self._texts.clear()
+        self._cycles.clear()
+
+
 class Engine:
     """The thread that generates, and the queue of requests before it.
 
-    Requests are served one at a time in the order of their arrival: a pass of one sequence uses the whole machine.
+    Requests begin in the order of their arrival, up to ``parallel`` at once; each verification pass serves all of them.
 
     Args:
         lm: the model.
-        most_waiting: requests that may wait beside the one that runs.
+        most_waiting: requests that may wait beside those that run.
+        parallel: requests that run at once.
         kept_bytes: for the states of earlier requests.
     """
 
-    def __init__(self, lm: Parts, metrics: Metrics, *, most_waiting: int, kept_bytes: int) -> None:
+    def __init__(self, lm: Parts, metrics: Metrics, *, most_waiting: int, parallel: int, kept_bytes: int) -> None:
         self._metrics = metrics
-        self._places = most_waiting + 1
+        self._most_waiting, self._parallel = most_waiting, parallel
         self._sessions = Sessions(lm, kept_bytes)
         self._turns: set[Turn] = set()  # that hold a place
-        self._running: Turn | None = None
+        self._running: dict[Stream, _Generation] = {}
+        self._batch = Batch()
         self._closing = False
         self._seconds = 1.0  # of a request, a moving mean
         self._jobs: queue.SimpleQueue[tuple[Turn, Prepared]] = queue.SimpleQueue()
         # a daemon: a pass that does not return must not hold the end of the process
         threading.Thread(target=self._work, name="specdec-engine", daemon=True).start()
-        metrics.waiting.set_function(lambda: max(len(self._turns) - (self._running is not None), 0))
+        metrics.waiting.set_function(lambda: max(len(self._turns) - len(self._running), 0))
 
     # --- called on the event loop ------------------------------------------------------------------------------------
 
     def turn(self, *, streamed: bool, cycles: bool = False) -> Turn:
         """A place in the queue. Raises: Refusal with status 429 when all are taken, 503 during a shutdown."""
         self._check_open()
-        if len(self._turns) >= self._places:
+        if len(self._turns) >= self._most_waiting + self._parallel:
             self._metrics.refused.inc()
             seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
             raise Refusal(
                 429,
-                f"the queue is full: {self._places - 1} requests wait",
+                f"the queue is full: {self._most_waiting} requests wait",
                 code="queue_full",
                 headers={"retry-after": str(seconds)},
             )
@@ -168,7 +209,7 @@ class Engine:
         self._turns.discard(turn)
 
     def close(self) -> None:
-        """Take no more requests, and refuse those that wait; the running one may go on."""
+        """Take no more requests, and refuse those that wait; the running ones may go on."""
         self._closing = True
         for turn in list(self._turns):
             if turn.future is not None and turn.future.cancel():
@@ -177,76 +218,79 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a generation runs."""
-        return self._running is not None
+        return bool(self._running)
 
     def stop(self) -> None:
-        """End the running generation after its current cycle; its client is told."""
-        turn = self._running
-        if turn is not None:
-            turn.ended_by_server = True
-            turn.stop()
+        """End the running generations after their current cycle; their clients are told."""
+        for generation in list(self._running.values()):
+            generation.turn.ended_by_server = True
+            generation.turn.stop()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
-            turn, prepared = self._jobs.get()
-            if turn.future is not None and turn.future.set_running_or_notify_cancel():
-                self._run(turn, prepared)
+            self._admit()
+            try:
+                texts = self._batch.tick()
+            except BaseException as error:  # noqa: BLE001 - a bug; the server goes on
+                self._batch = Batch()
+                for stream in list(self._running):
+                    self._failed(self._running.pop(stream).turn, error)
+                continue
+            for stream, text in texts:
+                self._running[stream].add(text)
+            for stream in [stream for stream in self._running if stream not in self._batch.running]:
+                self._ended(self._running[stream])
+                del self._running[stream]
+            self._metrics.ran(len(self._batch.running), self._batch.rows)
 
-    def _run(self, turn: Turn, prepared: Prepared) -> None:
-        self._running = turn
+    def _admit(self) -> None:
+        """Begin requests that wait while there are places; wait for one if none runs."""
+        while len(self._running) < self._parallel:
+            try:
+                turn, prepared = self._jobs.get(block=not self._running)
+            except queue.Empty:
+                return
+            if turn.future is None or not turn.future.set_running_or_notify_cancel():
+                continue
+            try:
+                generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt))
+            except BaseException as error:  # noqa: BLE001 - a bug; the server goes on
+                self._failed(turn, error)
+            else:
+                self._running[generation.stream] = generation
+                self._batch.add(generation.stream)
+
+    def _ended(self, generation: _Generation) -> None:
+        failure = self._batch.failures.pop(generation.stream, None)
         try:
-            self._generate(turn, prepared)
-        except SpecdecError as error:
-            log.warning("generation_failed", error=type(error).__name__, message=error.message)
-            asked = isinstance(error, UnsupportedError)  # what the request asks for cannot be done, such as a grammar
-            turn.send(
-                Refusal.of(error) if asked else Refusal(500, f"the generation failed with a {type(error).__name__}")
-            )
-        except BaseException:  # a bug, or a plugin's, an exit included; the server goes on
-            log.exception("generation_failed")
+            if failure is not None:
+                raise failure
+            self._finish(generation)
+            self.forget(generation.turn)
+        except BaseException as error:  # noqa: BLE001 - likewise
+            self._failed(generation.turn, error)
+
+    def _failed(self, turn: Turn, error: BaseException) -> None:
+        self.forget(turn)
+        if isinstance(error, UnsupportedError):  # what the request asks for cannot be done, such as a grammar
+            turn.send(Refusal.of(error))
+        elif isinstance(error, SpecdecError):
+            turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))
+        else:
             turn.send(Refusal(500, "the generation failed"))
-        finally:
-            self.forget(turn)
-            self._running = None
+        facts = {"message": error.message} if isinstance(error, SpecdecError) else {"exc_info": error}
+        log.warning("generation_failed", error=type(error).__name__, **facts)
 
-    def _generate(self, turn: Turn, prepared: Prepared) -> None:
-        began = perf_counter()
-        session = self._sessions.take(prepared.prompt)
-        session.set_prompt(prepared.prompt)
-        stream = session.stream(prediction=prepared.prediction or None, depth=prepared.depth, **prepared.settings)
-        cycles: list[CycleRecord] = []
-        if turn.cycles:
-            stream.on_cycle = cycles.append
-        turn.runs(stream)
-        first = None
-        texts: list[str] = []
-        sent, reported = 0.0, 0
-
-        def send_piece() -> None:
-            """What is new since the last piece."""
-            nonlocal reported
-            piece = Piece("".join(texts), tuple(session.sequence.logprobs[reported:]), tuple(cycles))
-            reported += len(piece.logprobs)
-            texts.clear()
-            cycles.clear()
-            turn.send(piece)
-
-        for text in stream:
-            now = perf_counter()
-            first = first or now
-            texts.append(text)
-            if turn.streamed and now - sent >= PIECE_SECONDS and not turn.gone:
-                send_piece()
-                sent = now
-        result = stream.result
-        send_piece()
+    def _finish(self, generation: _Generation) -> None:
+        turn, began, result = generation.turn, generation.began, generation.stream.result
+        generation.send_piece()
         ended = perf_counter()
         self._seconds += 0.2 * (ended - began - self._seconds)
-        self._sessions.keep(session, len(prepared.prompt))
+        self._sessions.keep(generation.session, generation.prompt)
         queued, took = began - turn.started, ended - turn.started
-        self._metrics.generated(result, queued=queued, first=(first or ended) - turn.started, took=took)
+        self._metrics.generated(result, queued=queued, first=(generation.first or ended) - turn.started, took=took)
         self._metrics.kept(len(self._sessions), self._sessions.size)
         log.info(
             "served",

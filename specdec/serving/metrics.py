@@ -8,6 +8,8 @@ from specdec.decoding.result import Result
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_REQUESTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _TOKENS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 
 
@@ -28,7 +30,7 @@ class Metrics:
 
         self.responses = counter("responses", "HTTP responses", "route", "status")
         self.refused = counter("queue_full", "Requests refused because the queue was full")
-        self.waiting = gauge("requests_waiting", "Requests in the queue, the running one excluded")
+        self.waiting = gauge("requests_waiting", "Requests in the queue, the running ones excluded")
         self._prompt = counter("prompt_tokens", "Prompt tokens, computed or kept from an earlier request", "source")
         self._tokens = counter("generated_tokens", "Tokens generated")
         self._cycles = counter("cycles", "Cycles: one draft, one verification pass, one commit")
@@ -43,6 +45,8 @@ class Metrics:
         self._per_token = histogram("token_seconds", "Time per token after the prompt", _TOKEN_SECONDS)
         self._sessions = gauge("sessions_kept", "Sessions of earlier requests that are kept")
         self._bytes = gauge("sessions_bytes", "Bytes of the kept sessions' states")
+        self._batch = histogram("batch_requests", "Requests in a pass", _REQUESTS)
+        self._rows = histogram("pass_rows", "Rows of a pass, over all requests", _ROWS)
         self._reasons = counter("finished", "Finished generations", "reason")
 
     def generated(self, result: Result, *, queued: float, first: float, took: float) -> None:
@@ -66,6 +70,12 @@ class Metrics:
         if stats.cycles and result.tokens:
             self._per_cycle.observe(len(result.tokens) / stats.cycles)
             self._per_token.observe(stats.decode_seconds / len(result.tokens))
+
+    def ran(self, requests: int, rows: int) -> None:
+        """Count a pass."""
+        if rows:
+            self._batch.observe(requests)
+            self._rows.observe(rows)
 
     def kept(self, count: int, size: int) -> None:
         """What is kept of earlier requests, in sessions and bytes."""

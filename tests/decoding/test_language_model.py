@@ -103,3 +103,20 @@ def test_objects_are_readable_and_escaped_in_a_notebook(lm):
     assert "exact, with bitwise parity" in repr(result)
     hostile = attrs.evolve(result, text="<script>")
     assert "<script>" not in hostile._repr_html_()
+
+
+def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
+    prompts = ["def add(a, b):", [5, 6, 7], "Once upon a time"]
+    ended: list[int] = []
+    results = lm.generate_batch(
+        prompts, max_batch=2, on_result=lambda number, result: ended.append(number), max_new_tokens=12
+    )
+    assert [result.tokens for result in results] == [lm.generate(p, max_new_tokens=12).tokens for p in prompts]
+    assert sorted(ended) == [0, 1, 2]
+    for bad, message in (("", "the prompt is empty"), ([10**9], "outside the vocabulary"), ([5] * 9000, "too long")):
+        with pytest.raises(PromptError, match=message) as raised:
+            lm.generate_batch([*prompts, bad])
+        assert raised.value.facts["prompt"] == "number 3"
+    with pytest.raises(PromptError, match="max_batch is at least 1"):
+        lm.generate_batch(prompts, max_batch=0)
+    assert lm.generate_batch([]) == []

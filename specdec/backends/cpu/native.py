@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MAX_TAPS = 8  # kernels/delta.cpp
 MAX_WEIGHTS = 16  # kernels/dense.cpp, project
 FEATURES, WORD = 32, 4  # kernels/panels.h: weight rows of a panel, bytes of a word
+BATCH_ROWS = 128  # of a pass over several sequences; bounds the memory of its logits
 MAX_KNOWN = 8192  # weights whose layout is cached
 SMALL = 256 * 1024  # bytes; smaller matrices also stay unpacked, because torch reads routers too
 
@@ -93,6 +94,7 @@ class NativeOps(ReferenceOps):
         self.capabilities = Capabilities(
             kernels=kernels.description,
             parity=Parity.BITWISE,
+            batch_rows=BATCH_ROWS,
             packed_formats=FORMATS,
             parity_reason="every output has its own accumulators, filled in an order that only its length sets",
         )

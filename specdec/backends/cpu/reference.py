@@ -43,6 +43,7 @@ class ReferenceOps(Ops):
             parity_reason=f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one; longer prompt chunks in "
             "bulk, so that another chunking of a prompt may round differently",
             max_rows=MAX_ROWS,
+            batch_rows=MAX_ROWS,
             slow=True,
         )
 

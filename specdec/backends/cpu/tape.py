@@ -634,6 +634,10 @@ class RecordedPass(Pass):
             raise ContractError(f"pass {ran} of a draft chain failed: a token id outside the vocabulary")
         return tuple(found)
 
+    def eager(self) -> EagerPass:
+        self._last = None
+        return self._eager
+
     def commit(self, rows: int) -> None:
         recording = self._last
         if recording is None:

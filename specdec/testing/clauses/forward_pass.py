@@ -1,4 +1,4 @@
-"""Checks of targets: clauses F2 to F10, F12, F13, F15 to F19, F21, F22 and F25 to F29.
+"""Checks of targets: clauses F2 to F10, F12, F13, F15 to F19, F21, F22 and F25 to F30.
 
 The reference is the target itself in plain decoding: a fresh state, one row per pass.
 """
@@ -44,7 +44,7 @@ from specdec.testing.engine_run import ScriptedDrafter, plain_decoding, run_engi
 from specdec.testing.memory import MOST_KEPT
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import ForwardPassSubject
-from specdec.testing.target_under_test import MTP, Play, TargetUnderTest, under_test
+from specdec.testing.target_under_test import MTP, Play, TargetUnderTest, hidden_by_name, under_test
 from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
@@ -528,3 +528,28 @@ def _floats(array: Any) -> Float32:
         raise Broken(what, got=type(array).__name__) from error
     copied: Float32 = tensor.detach().float().numpy().copy()
     return copied
+
+
+@check("F30")
+def batches(subject: ForwardPassSubject, run: Run) -> None:
+    """``decode_batch`` gives every state the output of its own ``decode``, whatever the others hold, and each commits
+    on its own."""
+    target = under_test(subject)
+    what = "a row of a batch differs from plain decoding"
+    for number in run.repeat(8, least=3):
+        rng = np.random.default_rng([run.seed, number])
+        needs = target.needs()[number % len(target.needs())]
+        states = [target.prefilled(int(rng.integers(target.length // 2)), needs=needs) for _ in range(2 + number % 4)]
+        for _ in range(3):
+            places = [state.length for state in states]
+            rows = [int(rng.integers(1, 1 + min(target.info.max_rows, target.length - at))) for at in places]
+            texts = [target.text[at : at + count] for at, count in zip(places, rows, strict=True)]
+            outputs = target.model.decode_batch(list(zip(states, texts, strict=True)))
+            expect_equal([output.rows for output in outputs], rows, "the outputs are not those of the states in order")
+            for state, at, count, output in zip(states, places, rows, outputs, strict=True):
+                target.expect_plain(output.need_logits().rows(), at, what)
+                for name, hidden in hidden_by_name(output).items():
+                    target.expect_plain(hidden.rows(), at, what, name=name)
+                target.model.commit(state, int(rng.integers(count + 1)))
+        for state in states:
+            target.expect_next(state, "after batches a row differs from plain decoding")

@@ -62,6 +62,12 @@ class OtherBitsInWidePasses(TableModel):
         return attrs.evolve(output, logits=TableLogits(output.logits.rows() * np.float32(1 + 2**-22)))
 
 
+class TakesTheNeighboursRows(TableModel):
+    def decode_batch(self, batch):
+        outputs = super().decode_batch(batch)
+        return [outputs[-1], *outputs[:-1]]
+
+
 class OtherBitsInLongPrompts(TableModel):
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
@@ -424,6 +430,7 @@ BROKEN = {
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): "F3",
     (SharesItsSnapshot, ()): "F4",
     (OtherBitsInWidePasses, ()): "F5",
+    (TakesTheNeighboursRows, ()): "F30",
     (OtherBitsInLongPrompts, ()): "F6",
     (IgnoresMisuse, ()): "F7",
     (TiesToTheHighestId, ()): "F8",

@@ -1,0 +1,68 @@
+"""``specdec batch FILE``: answer or continue many prompts at once, into JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from specdec.cli import output
+from specdec.cli.measuring import check_writable
+from specdec.cli.options import FILE, PATH, are_messages, chat_option, configured, ignore_eos, integer
+from specdec.config import RunConfig
+from specdec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from specdec.decoding.result import Result
+
+
+@click.command()
+@click.option("--prompts", "prompts_file", metavar="FILE", type=FILE, required=True, help="Prompts; see below.")
+@configured()
+@ignore_eos
+@integer("--max-batch", "Generations that run at once", 8, high=256)
+@chat_option
+@click.option("-o", "--output", "file", metavar="OUT", type=PATH, help="Write the results there, not to stdout.")
+def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | None, file: pathlib.Path | None) -> None:
+    """Answer or continue many prompts at once.
+
+    FILE has a prompt per line, or JSON lines such as {"class": "mail", "prompt": "Dear all,"}. Each result is a JSON
+    line that names the line of its prompt ("source"), written when it ends. Each has the text that it has alone: the
+    generations share the passes of the model, and nothing else.
+    """
+    from specdec.measuring.prompts import load_prompts
+
+    check_writable(file)
+    load_prompts(prompts_file)  # a mistake in it comes before the load
+    import specdec
+
+    with output.status(f"loading {config.target.model}"):
+        lm = specdec.load(config=config)
+    messages = are_messages(lm, chat)
+    prompts = [prompt for group in load_prompts(prompts_file, chat=messages).values() for prompt in group]
+    with _opened(file) as out, output.progress("reading prompts", silent=file is None, then="prompts") as advance:
+        done = 0
+
+        def write(number: int, result: Result) -> None:
+            nonlocal done
+            data: dict[str, Any] = {"source": prompts[number].name, **result.to_dict()}
+            out.write(json.dumps(data) + "\n")
+            out.flush()
+            done += 1
+            advance(done, len(prompts))
+
+        lm.generate_batch([prompt.encode(lm.tokenizer) for prompt in prompts], max_batch=max_batch, on_result=write)
+
+
+def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:
+    if file is None:
+        return contextlib.nullcontext(sys.stdout)
+    try:
+        return file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UnsupportedError(f"the results cannot be written: {error.strerror or error}", file=file) from error

@@ -1,0 +1,153 @@
+"""Several generations at once: each draws its own drafts, and one pass of the target verifies all of them.
+
+A tick takes every generation to its next pass, runs the passes as one and lets each go on: its verifier decides, its
+state commits, its drafter drafts. One sequence is the case of one (``Stream.__next__``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
+
+import attrs
+
+from specdec.contract import ForwardOutput, ModelInfo, Parity
+from specdec.decoding.cycle import PassRequest
+from specdec.decoding.result import Result
+from specdec.decoding.stream import Stream
+
+AGAIN = 64  # passes after which the slower way of running them is timed again
+SMOOTHING = 0.2  # weight of the newest time in an average
+
+
+class Batch:
+    """Generations over one target. They join and leave between ticks, and each has the tokens that it has alone.
+
+    Prompts run in chunks, one chunk of one generation per tick, so that a long prompt delays no other generation by
+    more than a chunk. A generation that fails leaves the others alone.
+
+    Attributes:
+        running: generations that have not ended, in the order in which they joined.
+        failures: what ended a generation with an error.
+        rows: of the last tick's pass.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Stream] = []
+        self.failures: dict[Stream, Exception] = {}
+        self.rows = 0
+        self._prompts: set[Stream] = set()  # that have not run yet
+        self._outputs: dict[Stream, ForwardOutput | BaseException] = {}
+        self._times: dict[int, _Times] = {}  # by number of generations in a pass
+
+    def add(self, stream: Stream) -> None:
+        """Let a generation join."""
+        self.running.append(stream)
+        self._prompts.add(stream)
+
+    def tick(self) -> list[tuple[Stream, str]]:
+        """Run one pass for all; returns the texts that came, each with its generation. Ended ones leave."""
+        texts: list[tuple[Stream, str]] = []
+        requests: dict[Stream, PassRequest] = {}
+        chunk_ran = False
+        for stream in list(self.running):
+            if chunk_ran and stream in self._prompts:
+                continue
+            try:
+                step = stream.step(self._outputs.pop(stream, None))
+                while step and not isinstance(step, PassRequest):
+                    texts.append((stream, step))
+                    step = stream.step()
+            except StopIteration:
+                self._leave(stream)
+            except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
+                self._leave(stream)
+                self.failures[stream] = error
+            else:
+                if isinstance(step, PassRequest):
+                    requests[stream] = step
+                    self._prompts.discard(stream)
+                else:
+                    chunk_ran = True
+        self.rows = sum(len(request.tokens) for request in requests.values())
+        self._outputs = dict(zip(requests, self._run(list(requests.values())), strict=True))
+        return texts
+
+    def _leave(self, stream: Stream) -> None:
+        self.running.remove(stream)
+        self._prompts.discard(stream)
+
+    def _run(self, requests: list[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
+        """Run all requests in one pass, or one after another where that was faster or could change bits."""
+        if len(requests) < 2 or not _batches(requests[0].sequence.target.info):
+            return [request.run() for request in requests]
+        times = self._times.setdefault(len(requests), _Times())
+        together, started = times.together(), perf_counter()
+        outputs = _run_together(requests) if together else [request.run() for request in requests]
+        times.add(together, (perf_counter() - started) / self.rows)
+        return outputs
+
+
+def _batches(info: ModelInfo) -> bool:
+    return info.batch_rows > 0 and info.parity is Parity.BITWISE
+
+
+@attrs.define
+class _Times:
+    """Seconds per row of passes run together and one after another.
+
+    A recorded pass of a small model takes less time than the calls of a pass op by op.
+    """
+
+    _seconds: dict[bool, float] = attrs.field(factory=dict)
+    _passes: int = 0
+
+    def together(self) -> bool:
+        """How to run the next passes."""
+        if len(self._seconds) < 2:
+            return not self._seconds
+        faster = self._seconds[True] <= self._seconds[False]
+        return faster if self._passes % AGAIN else not faster
+
+    def add(self, together: bool, seconds: float) -> None:
+        """Learn from the last passes."""
+        self._passes += 1
+        known = self._seconds.get(together, seconds)
+        self._seconds[together] = known + SMOOTHING * (seconds - known)
+
+
+def _run_together(requests: Sequence[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
+    """One pass for all requests. If it fails, each has its own, so that only those fail that cause it."""
+    try:
+        target = requests[0].sequence.target
+        return target.decode_batch([(request.sequence.state, request.tokens) for request in requests])
+    except Exception:  # noqa: BLE001 - found again below
+        return [request.run() for request in requests]
+
+
+def generate_batch(begin: Iterable[Callable[[], Stream]], most: int) -> Iterator[tuple[int, Result | Exception]]:
+    """Run generations, at most ``most`` at once; yields the number and result of each one that ends.
+
+    Args:
+        begin: starts each generation; called when there is a place for it.
+    """
+    batch, waiting = Batch(), enumerate(begin)
+    numbers: dict[Stream, int] = {}
+    more = True
+    while more or batch.running:
+        while more and len(batch.running) < most:
+            number, start = next(waiting, (-1, None))
+            if start is None:
+                more = False
+                break
+            try:
+                stream = start()
+            except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
+                yield number, error
+                continue
+            numbers[stream] = number
+            batch.add(stream)
+        batch.tick()
+        for stream in [stream for stream in numbers if stream not in batch.running]:
+            failure = batch.failures.pop(stream, None)
+            yield numbers.pop(stream), failure or stream.result

@@ -1,0 +1,26 @@
+"""``specdec batch``: a line for every prompt, with the result that it has alone."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner
+
+import specdec
+from specdec.cli import main
+
+
+def test_every_prompt_has_a_line_with_its_own_result(tmp_path):
+    prompts = {"line 1": "def add(a, b):", "line 3": "Once upon a time", "line 4": "x = [1, 2,"}
+    (tmp_path / "p.txt").write_text("def add(a, b):\n\nOnce upon a time\nx = [1, 2,\n")
+    lines = {}
+    for where in ((), ("-o", str(tmp_path / "out.jsonl"))):
+        command = ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "12", "--max-batch", "2"]
+        done = CliRunner().invoke(main, [*command, *where])
+        assert done.exit_code == 0, done.output
+        text = (tmp_path / "out.jsonl").read_text() if where else done.stdout
+        lines = {data["source"]: data for data in map(json.loads, text.splitlines())}
+        assert lines.keys() == {f"p.txt, {line}" for line in prompts}
+    lm = specdec.load("demo")
+    for line, prompt in prompts.items():
+        assert lines[f"p.txt, {line}"]["tokens"] == list(lm.generate(prompt, max_new_tokens=12).tokens)

@@ -1,0 +1,254 @@
+"""Several generations at once: each has the tokens, log-probabilities and state bits that it has alone."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.backends import batching
+from specdec.contract import Draft, Drafter
+from specdec.decoding import batch
+from specdec.decoding.batch import Batch, generate_batch
+from specdec.decoding.stream import Stream
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from tests import tiny
+from tests.selection import cases
+
+VOCAB = 277
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5": tiny.HYBRID,
+    "qwen3": {"hidden": 36, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
+}
+COMBINATIONS = cases(
+    itertools.product(("qwen3_5", "qwen3"), ("native", "torch"), ("float32", "bfloat16")),
+    sample={"qwen3_5-native-bfloat16", "qwen3-torch-float32"},
+    name="-".join,
+    mark="slow",
+)
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def made(
+    request: pytest.FixtureRequest, checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """A language model that drafts with its MTP head or n-grams, and its target."""
+    family, kernels, dtype = request.param
+    if kernels not in tiny.kernels_available():
+        pytest.skip("the native kernels do not compile on this machine")
+    target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
+
+    def drafter(env: Any) -> Drafter:
+        if env.target.info.mtp_layers:
+            return MtpDrafter(MtpConfig(), env)
+        return NgramDrafter(NgramConfig(min_order=1))
+
+    return tiny.make_lm(checkpoint(family, dtype=dtype, **SHAPES[family]), target, drafter), target
+
+
+@attrs.frozen
+class Asked:
+    """A generation, and when it comes and goes."""
+
+    prompt: list[int]
+    settings: dict[str, Any]
+    depth: int | None
+    tick: int
+    leaves: int | None
+
+
+@st.composite
+def generations(draw: st.DrawFn) -> Asked:
+    settings: dict[str, Any] = {"max_new_tokens": draw(st.integers(1, 20)), "ignore_eos": True}
+    if draw(st.booleans()):
+        settings |= {"temperature": draw(st.sampled_from([0.7, 1.5])), "seed": draw(st.integers(0, 9))}
+    if draw(st.integers(0, 3)) == 0:
+        settings |= {"logprobs": 2, "repetition_penalty": 1.3}
+    return Asked(
+        prompt=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=17)),
+        settings=settings,
+        depth=draw(st.one_of(st.none(), st.integers(0, 6))),
+        tick=draw(st.integers(0, 12)),
+        leaves=draw(st.one_of(st.none(), st.none(), st.integers(0, 12))),
+    )
+
+
+def play(lm: Any, asked: list[Asked], together: list[bool]) -> list[Stream]:
+    """Run all in one batch; returns their streams, which have ended."""
+    streams: list[Stream] = [lm.stream(one.prompt, depth=one.depth, **one.settings) for one in asked]
+    running, choices = Batch(), itertools.cycle(together)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch._Times, "together", lambda self: next(choices))  # no clock decides
+        for tick in itertools.count():
+            for one, stream in zip(asked, streams, strict=True):
+                if one.tick == tick:
+                    running.add(stream)
+                if one.leaves is not None and one.tick + one.leaves == tick:
+                    stream.stop()
+            running.tick()
+            if tick > 12 and not running.running:
+                break
+    assert not running.failures
+    return streams
+
+
+def check(lm: Any, target: Any, asked: list[Asked], together: list[bool]) -> None:
+    """Whatever the others do, each has the result and the state of a generation alone."""
+    for one, stream in zip(asked, play(lm, asked, together), strict=True):
+        result, alone = stream.result, lm.generate(one.prompt, depth=one.depth, **one.settings)
+        count = len(result.tokens)
+        assert result.tokens == alone.tokens[:count]
+        assert count == len(alone.tokens) or one.leaves is not None
+        if result.logprobs is not None:
+            assert result.logprobs == alone.logprobs[:count]
+        state = stream._sequence.state
+        prompt, generated = (one.prompt, result.tokens) if count else (one.prompt, [])
+        if state.length == len(prompt) + count - 1:
+            tiny.assert_same_bits(
+                tiny.state_arrays(target, state), tiny.state_arrays(target, tiny.held(target, prompt, generated))
+            )
+
+
+@given(asked=st.lists(generations(), min_size=1, max_size=6), together=st.lists(st.booleans(), min_size=1, max_size=4))
+def test_each_generation_of_a_batch_is_the_one_alone(made: tuple[Any, Any], asked: Any, together: list[bool]) -> None:
+    check(*made, asked, together)
+
+
+BATCH = [
+    Asked(prompt=[3 + n, 9, 8, 9, 8][: 2 + n % 4], settings={"max_new_tokens": 12}, depth=3, tick=0, leaves=None)
+    for n in range(4)
+]
+
+
+def first_length(self: Any) -> Any:
+    return batching.Batched([self.parts[0].length] * len(self.parts), self.rows)
+
+
+def swapped(caches: Any, rows: Any) -> Any:
+    return caches.__class__([*caches.parts[1:], caches.parts[0]], rows)
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "the first one's position": lambda patch: patch.setattr(batching.Batched, "length", property(first_length)),
+    "a neighbour's cache": lambda patch: patch.setattr(
+        batching.BatchingOps,
+        "call",
+        lambda self, name, *given, original=batching.BatchingOps.call, **named: original(
+            self,
+            name,
+            *(
+                swapped(value, value.rows) if isinstance(value, batching.Batched) and name == "attend" else value
+                for value in given
+            ),
+            **named,
+        ),
+    ),
+    "a neighbour's logits": lambda patch: patch.setattr(
+        batch, "_run_together", lambda requests, original=batch._run_together: [*original(requests)][::-1]
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_mutants_are_found(
+    checkpoint: Callable[..., pathlib.Path],
+    make_target: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    mutant: str | None,
+) -> None:
+    target = make_target("qwen3", **SHAPES["qwen3"])
+    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target, lambda env: NgramDrafter(NgramConfig()))
+    if mutant is None:
+        check(lm, target, BATCH, [True])
+        return
+    MUTANTS[mutant](monkeypatch)
+    with pytest.raises(AssertionError):
+        check(lm, target, BATCH, [True])
+
+
+class Failing(Drafter):
+    """Raises from its third draft on."""
+
+    calls = 0
+
+    def propose(self, context: Any, depth: int) -> Draft:
+        self.calls += 1
+        if self.calls > 2:
+            raise ZeroDivisionError
+        return Draft(tuple(context[-1:] * depth))
+
+
+def test_a_failure_of_one_leaves_the_others_alone(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    """A drafter that fails is off for its own sequence; a pass that fails ends its own generation."""
+    target = make_target("qwen3", **SHAPES["qwen3"])
+    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target, lambda env: Failing())
+    streams = [lm.stream([5 + n, 7], max_new_tokens=12) for n in range(3)]
+    alone = [lm.generate([5 + n, 7], max_new_tokens=12).tokens for n in range(3)]
+    running = Batch()
+    for stream in streams:
+        running.add(stream)
+    for _ in range(4):
+        running.tick()
+    streams[1]._sequence.state._capacity = 0  # its next pass has no room
+    while running.running:
+        running.tick()
+    assert list(running.failures) == [streams[1]]
+    assert [streams[0].result.tokens, streams[2].result.tokens] == [alone[0], alone[2]]
+    assert "failed in propose" in streams[0].result.stats.speculation()["reason"]
+
+
+def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
+    target = make_target("qwen3", **SHAPES["qwen3"])
+    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target)
+    running, other = Batch(), lm.stream([1, 2], max_new_tokens=30, depth=0)
+    running.add(other)
+    while len(other._sequence.tokens) == 2:
+        running.tick()
+    for _ in range(2):
+        running.add(lm.stream(list(range(60)), max_new_tokens=4))
+    for _ in range(12):
+        before, prefilled = len(other._sequence.tokens), sum(s._stats.prefilled for s in running.running)
+        running.tick()
+        assert len(other._sequence.tokens) == before + 1
+        assert sum(s._stats.prefilled for s in running.running) <= prefilled + 8
+
+
+def test_generate_batch_keeps_at_most_so_many_and_names_each(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    target = make_target("qwen3", **SHAPES["qwen3"])
+    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target)
+    begun: list[int] = []
+
+    def start(number: int) -> Callable[[], Stream]:
+        def begin() -> Stream:
+            begun.append(number)
+            if number == 3:
+                raise ValueError("no such prompt")
+            stream: Stream = lm.stream([number + 1, 5], max_new_tokens=3 + number)
+            return stream
+
+        return begin
+
+    ended = 0
+    results: dict[int, Any] = {}
+    for number, result in generate_batch(map(start, range(6)), 2):
+        assert len(begun) - ended <= 2 + 1
+        ended += 1
+        results[number] = result
+    assert isinstance(results.pop(3), ValueError)
+    assert {n: r.tokens for n, r in results.items()} == {
+        n: lm.generate([n + 1, 5], max_new_tokens=3 + n).tokens for n in (0, 1, 2, 4, 5)
+    }
