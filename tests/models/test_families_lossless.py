@@ -134,6 +134,25 @@ def test_every_accept_count_leaves_the_state_of_a_plain_run(
         assert (ours.view(np.int32) == theirs.view(np.int32)).all()
 
 
+def test_a_batch_leaves_the_states_of_plain_runs(
+    family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
+) -> None:
+    """States of other lengths, with other numbers of rows, of which each commits its own share."""
+    target, truth = plain(family, kernels, dtype, (3, 1, 4, 1, 5))
+    batch, alone = [], []
+    for length, rows in ((2, 1), (5, 4), (9, 2), (12, 7)):
+        batch.append((tiny.held(target, truth[:length]), truth[length - 1 : length - 1 + rows]))
+        alone.append(tiny.held(target, truth[:length]))
+    outputs = target.decode_batch(batch)
+    for number, ((state, tokens), output, other) in enumerate(zip(batch, outputs, alone, strict=True)):
+        wanted = target.decode(other, tokens)
+        ours, theirs = (one.need_logits().rows() for one in (output, wanted))
+        assert (ours.view(np.int32) == theirs.view(np.int32)).all()
+        for one in (state, other):
+            target.commit(one, max(1, len(tokens) - number))
+        tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, other))
+
+
 def test_rewind_and_snapshot_give_the_bits_of_a_new_run(
     family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
 ) -> None:
