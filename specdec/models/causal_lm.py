@@ -282,7 +282,7 @@ class CausalLM(ForwardPass):
         """One pass over several states, which give the same boundaries."""
         states = [_own(state) for state, _ in batch]
         x, rows = run_batch([state.target_pass for state in states], [tokens for _, tokens in batch])
-        logits: Any = self.ops.head(self._final(states[0], x), self.model.lm_head)
+        logits: Any = self.model.logits(self._final(states[0], x))
         for state, own, (_, tokens) in zip(states, rows, batch, strict=True):
             state.decoded = tuple(tokens), x[own]
             yield self._output(state, len(tokens), [x[own]] if state.needs.hidden else [], logits[own])
