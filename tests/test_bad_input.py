@@ -208,7 +208,7 @@ def lm(checkpoint: Callable[..., pathlib.Path]) -> Any:
         ("the", {"logit_bias": {1: math.nan}}, ["logit_bias[1]", "a finite number"]),
         ("the", {"logit_bias": {1: 1.0, "1": 2.0}}, ["logit_bias", "twice"]),
         ("the", {"seed": True}, ["seed", "takes an integer, got True"]),
-        ("the", {"chat": 1}, ["chat", "takes True or False, got 1"]),
+        ("the", {"messages": 1}, ["messages", "takes a list, got 1"]),
         (b"the", {}, ["prompt", "takes a string or a list, got b'the'"]),
         ({1, 2}, {}, ["prompt", "takes a string or a list, got {1, 2}"]),
         (torch.tensor([1.0]), {}, ["prompt[0]", "takes an integer, got 1.0"]),

@@ -16,6 +16,7 @@ class DelegatingOps(Ops):
     def __init__(self, inner: Ops) -> None:
         self.inner = inner
         self.capabilities = inner.capabilities
+        self.hidden_type = inner.hidden_type  # type: ignore[misc]  # a constant of each backend's class
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call the operation ``name`` of ``inner``."""

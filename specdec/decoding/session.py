@@ -358,7 +358,7 @@ class LanguageModel(Parts):
         *,
         max_batch: int = 8,
         on_result: Callable[[int, Result], object] = lambda number, result: None,
-        **settings: Unpack[GenerationSettings],
+        **settings: Unpack[CallSettings],
     ) -> list[Result]:
         """Generate for several prompts at once, each in a fresh session; each has the result that it has alone.
 

@@ -167,7 +167,7 @@ def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:
     ids = list(range(3, 250, 7))
     rows = ops.head_rows(head, ids)
     assert rows.parts[0].is_meta
-    x = torch.randn(4, head.shape[1], dtype=ops.dtype)
+    x = torch.randn(4, head.shape[1], dtype=ops.inner.dtype)
     pruned, whole = ops.pruned_head(x, rows).rows(), ops.head(x, head).rows()
     assert np.array_equal(pruned[:, ids], whole[:, ids])
 

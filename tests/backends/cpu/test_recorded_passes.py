@@ -109,7 +109,7 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def poison(target: Any) -> None:
-    target.ops._work.fill_(0xFF)  # NaN in either dtype
+    target.ops.inner._work.fill_(0xFF)  # NaN in either dtype
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -257,11 +257,11 @@ def test_the_number_of_threads_may_change(pair: Pair) -> None:
     both = pair.state()
     try:
         for count in (1, 3, 2):
-            pair.recorded.ops.threads.chosen = count
+            pair.recorded.ops.inner.threads.chosen = count
             both.decode([5, 6, 7, 8])
             both.each("commit", 2)
     finally:
-        pair.recorded.ops.threads.chosen = None
+        pair.recorded.ops.inner.threads.chosen = None
     both.finish()
 
 
@@ -355,7 +355,7 @@ def test_chains_of_several_threads_take_turns(pair: Pair) -> None:
 @contextlib.contextmanager
 def no_numbers_for(target: Any, token: int) -> Iterator[None]:
     """The embedding of a token is NaN."""
-    copy = target.ops._panels(target.model.embed_tokens)
+    copy = target.ops.inner._panels(target.model.embed_tokens)
     panels = copy.view(torch.uint8).view(len(copy) // FEATURES, -1, FEATURES, WORD)
     row = panels[token // FEATURES, :, token % FEATURES]
     kept = row.clone()
