@@ -404,6 +404,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             },
         ),
+        "as-converted": shape(layers=7, theta=1e6, keys={"sliding_window": 5, "query_pre_attn_scalar": 12}),
         "typed": shape(
             head_dim=20,
             heads=3,
@@ -449,6 +450,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_moe": {"normed": {}, "as-they-are": shape(tied=False, kv_heads=1, keys={"norm_topk_prob": False})},
     "smollm3": {
         "every-second": shape(layers=4, keys={"no_rope_layer_interval": 2}),
+        "every-fourth": {"layers": 5},
         "listed": shape(layers=3, tied=False, keys={"no_rope_layers": [0, 1, 1]}),
     },
     "glm4_moe": {

@@ -55,7 +55,11 @@ def build(config: Qwen3NextConfig, weights: Weights) -> DecoderModel:
             pieces = torch.split(torch.arange(count).reshape(delta.key_heads, -1), list(sizes), dim=1)
             return [layer.ops.weight(fused[torch.cat([pieces[i].flatten() for i in group])]) for group in groups]
 
-        qkv, z = taken("in_proj_qkvz.weight", (delta.key_dim, delta.key_dim, values, values), (0, 1, 2), (3,))
+        if "in_proj_qkv.weight" in layer:  # as llama.cpp's converter writes them
+            sizes = {"qkv": delta.channels, "z": delta.value_heads * delta.value_dim}
+            qkv, z = (layer.matrix(f"in_proj_{name}.weight", (n, config.hidden_size)) for name, n in sizes.items())
+        else:
+            qkv, z = taken("in_proj_qkvz.weight", (delta.key_dim, delta.key_dim, values, values), (0, 1, 2), (3,))
         b, a = taken("in_proj_ba.weight", (ratio, ratio), (0,), (1,), exact=True)
         return qkv, z, a, b
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes: its vocabulary and merges, and the rules that its name stands for."""
+"""The tokenizer that a GGUF file describes: its vocabulary, with merges or scores, and the rules for its kind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -15,7 +16,9 @@ from specdec.errors import CheckpointError, shown
 from specdec.text.chat_template import SOURCE_LIMIT, ChatTemplate
 
 _PREFIX = "tokenizer.ggml."
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_SPACE = "▁"  # how SentencePiece writes a space
+_LONGEST_PIECE = 256  # characters; all ways to split one are tried
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?{letters}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,26 +76,16 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
     Raises: CheckpointError naming the key, for a kind of tokenizer that is not read too.
     """
     metadata = file.metadata
-    kind, name = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "default")
-    if kind != "gpt2":
-        raise _error(file, f"has a tokenizer of the kind {shown(kind)}", read="gpt2 (byte-level BPE)")
-    if name not in _RULES:
-        raise _error(file, f"splits text by the rules {shown(name)}, which are not known", read=", ".join(_RULES))
-    rules = _RULES[name]
+    kind = metadata.get(f"{_PREFIX}model")
+    if kind not in _KINDS:
+        raise _error(
+            file,
+            f"has a tokenizer of the kind {shown(kind)}",
+            read="gpt2 (byte-level BPE) and llama (SentencePiece's BPE)",
+        )
     tokens, kinds = _tokens(file)
-    merges = metadata.get(f"{_PREFIX}merges")
-    if not isinstance(merges, list):
-        raise _error(file, f"lacks {_PREFIX}merges")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != _UNUSED}
-    try:
-        core = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=rules.whole_words))
-    except Exception as error:  # the library's own class
-        raise _error(file, f"has merges that its vocabulary does not hold: {error}") from error
-    if rules.composed:
-        core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = rules.split()
-    core.decoder = decoders.ByteLevel()
+    special = _special_tokens(metadata, tokens, file)
+    core, begins = _KINDS[kind](file, tokens, kinds, special)
     for wanted in (_CONTROL, _USER_DEFINED):
         core.add_tokens(
             [
@@ -101,12 +94,9 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
                 if kind == wanted
             ]
         )
-    special = _special_tokens(metadata, tokens, file)
     around = {}
-    for role, usual in (("bos", rules.begins), ("eos", False)):
-        added = metadata.get(key := f"{_PREFIX}add_{role}_token", usual)
-        if type(added) is not bool:
-            raise _error(file, f"has {shown(added)} under {key}, which takes true or false")
+    for role, usual in (("bos", begins), ("eos", False)):
+        added = _flag(file, key := f"{_PREFIX}add_{role}_token", usual)
         if added and f"{role}_token" not in special:
             raise _error(file, f"adds a {role} token ({key}) and does not name one")
         around[role] = special[f"{role}_token"] if added else ""
@@ -117,16 +107,92 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
     return core, special, _chat_templates(file)
 
 
+def _byte_level(
+    file: GgufFile, tokens: list[str], kinds: list[int], special: Mapping[str, str]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-level BPE with the file's merges, and whether texts usually begin with the bos token."""
+    name, merges = file.metadata.get(f"{_PREFIX}pre", "default"), file.metadata.get(f"{_PREFIX}merges")
+    if name not in _RULES:
+        raise _error(file, f"splits text by the rules {shown(name)}, which are not known", read=", ".join(_RULES))
+    if not isinstance(merges, list):
+        raise _error(file, f"lacks {_PREFIX}merges")
+    rules = _RULES[name]
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    core = _bpe(file, tokens, kinds, pairs, ignore_merges=rules.whole_words)
+    if rules.composed:
+        core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = rules.split()
+    core.decoder = decoders.ByteLevel()
+    return core, rules.begins
+
+
+def _sentencepiece(
+    file: GgufFile, tokens: list[str], kinds: list[int], special: Mapping[str, str]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """SentencePiece's BPE, and True: texts usually begin with the bos token.
+
+    Any two neighbours are joined that make a token, the one of the best score first. Characters without a token are
+    their bytes. Runs of spaces, which files hold as user-defined tokens, become normal ones, as in the original.
+    """
+    scores = file.metadata.get(f"{_PREFIX}scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}scores does not fit them")
+    if max(map(len, tokens)) > _LONGEST_PIECE:
+        raise _error(file, f"has a token of more than {_LONGEST_PIECE} characters")
+    scores = scores.astype(np.float64)
+    for index, kind in enumerate(kinds):
+        if kind == _USER_DEFINED and not tokens[index].strip(" "):
+            tokens[index], kinds[index] = _SPACE * len(tokens[index]), _NORMAL
+            scores[index] = np.inf
+    known, pairs = frozenset(tokens), []
+    for index in np.argsort(-scores, kind="stable").tolist():
+        if kinds[index] == _NORMAL:
+            token = tokens[index]
+            ends = range(1, len(token))
+            pairs += [(token[:end], token[end:]) for end in ends if token[:end] in known and token[end:] in known]
+    core = _bpe(file, tokens, kinds, pairs, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
+    spaces, text = (
+        normalizers.Replace(" ", _SPACE),
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()],
+    )
+    if _flag(file, f"{_PREFIX}add_space_prefix", True):
+        core.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        core.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)])
+    else:
+        core.normalizer, core.decoder = spaces, decoders.Sequence(text)
+    return core, True
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+
+
+def _bpe(
+    file: GgufFile, tokens: list[str], kinds: list[int], merges: list[Any], **settings: Any
+) -> tokenizers.Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != _UNUSED}
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **settings))
+    except Exception as error:  # the library's own class
+        raise _error(file, f"has merges that its vocabulary does not hold: {error}") from error
+
+
+def _flag(file: GgufFile, key: str, usual: bool) -> bool:
+    value = file.metadata.get(key, usual)
+    if type(value) is not bool:
+        raise _error(file, f"has {shown(value)} under {key}, which takes true or false")
+    return value
+
+
 def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
     """The vocabulary and the kind of each token."""
     tokens, kinds = file.metadata.get(f"{_PREFIX}tokens"), file.metadata.get(f"{_PREFIX}token_type")
     if not isinstance(tokens, list) or not tokens:
         raise _error(file, f"lacks {_PREFIX}tokens")
     if kinds is None:
-        return tokens, [1] * len(tokens)
+        return tokens.copy(), [_NORMAL] * len(tokens)
     if isinstance(kinds, list | int) or len(kinds) != len(tokens):
         raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}token_type does not fit them")
-    return tokens, kinds.tolist()
+    return tokens.copy(), kinds.tolist()
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str], file: GgufFile) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -11,56 +12,81 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-_NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+ARCHITECTURES = {
+    "deepseek_v3": "deepseek2",
+    "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "mistral": "llama",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+}
+_KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "num_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+}
+_NEXTN = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head_norm",
+    "lm_head": "shared_head_head",
+    "shared_head.norm": "shared_head_norm",
+    "shared_head.head": "shared_head_head",
+    **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
 }
 _KINDS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
+Tensors = dict[str, torch.Tensor]
 
 
 def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32", **metadata: Any) -> pathlib.Path:
     """``folder`` as a GGUF file; its matrices as ``matrices`` where their rows allow it, all else in float32."""
     config = json.loads((folder / "config.json").read_text())
-    arch, heads = config["model_type"], config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"]
+    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    tensors = load_file(folder / "model.safetensors")
     writer = gguf.GGUFWriter(file, arch)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    if "head_dim" in config:
-        writer.add_key_length(config["head_dim"])
-        writer.add_rope_dimension_count(config["head_dim"])
     _add_tokenizer(writer, folder)
-    for key, value in metadata.items():
+    own = {f"{arch}.{key}": value for key, value in _metadata(config, arch, tensors).items()}
+    for key, value in (own | metadata).items():
         for values in writer.kv_data:
             values.pop(key, None)
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.to(torch.float32)
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            rows = values.view(heads if ".q_proj." in name else kv_heads, 2, -1, values.shape[1])
-            values = rows.transpose(1, 2).reshape(values.shape)
+        kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
+    for name, values in converted(config, arch, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}):
         kind = gguf.GGMLQuantizationType[matrices]
-        whole = values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        whole = values.ndim >= 2 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and "ssm_conv" not in name
         kind = kind if whole else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(renamed(name), gguf.quants.quantize(values.numpy(), kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quants.quantize(values.contiguous().numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -68,13 +94,145 @@ def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32
     return file
 
 
-def renamed(name: str) -> str:
-    """The converter's name of a tensor."""
-    stem, _, kind = name.removeprefix("model.").rpartition(".")
-    if not stem.startswith("layers."):
-        return f"{_NAMES[stem]}.{kind}"
-    _, layer, part = stem.split(".", 2)
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+def _metadata(config: dict[str, Any], arch: str, tensors: Tensors) -> dict[str, Any]:
+    unused = ("sliding_window",) if arch == "qwen2" else ()
+    found = {_KEYS[key]: value for key, value in config.items() if key in _KEYS and value is not None}
+    found = {key: value for key, value in found.items() if key.split(".")[-1] not in unused}
+    width = config.get("head_dim")
+    rotary = None if width is None else int(width * config.get("partial_rotary_factor", 1.0))
+    if arch.startswith("qwen3") and "full_attention_interval" not in found and "linear_num_key_heads" in config:
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        found |= {"ssm.inner_size": values, "rope.dimension_sections": [rotary // 2, 0, 0, 0]}
+        found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
+        found["rope.freq_base"] = config["rope_parameters"]["rope_theta"]
+        rotary = int(width * config["rope_parameters"]["partial_rotary_factor"])
+    if rotary is not None:
+        found |= {"rope.dimension_count": rotary, "attention.value_length": width}
+    heads = [name for name in tensors if name.endswith(("mtp.fc.weight", "eh_proj.weight"))]
+    if heads and arch != "deepseek2":  # which drops the head
+        found |= {"nextn_predict_layers": len(heads), "block_count": config["num_hidden_layers"] + len(heads)}
+    if arch in ("glm4moe", "deepseek2"):
+        found |= {"expert_weights_norm": True, "expert_gating_func": 2}
+    if arch == "deepseek2":
+        nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
+        found |= {"attention.key_length_mla": nope + rope, "rope.dimension_count": rope, "attention.head_count_kv": 1}
+        found |= {"attention.key_length": rank + rope, "attention.value_length": rank}
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
+    if kind in ("yarn", "longrope"):
+        original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        found["rope.scaling.original_context_length"] = original
+    if kind == "yarn":
+        for key in ("beta_fast", "beta_slow"):
+            if key in scaling:
+                found[f"rope.scaling.yarn_{key}"] = float(scaling[key])
+        if "mscale_all_dim" in scaling:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
+    return found
+
+
+def converted(config: dict[str, Any], arch: str, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The converter's tensors, by its names."""
+    layers, experts = config["num_hidden_layers"], {}
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("GLM4MOE", "GLM4_MOE")], layers + 9)
+    for name, values in tensors.items():
+        name = name.removeprefix("model.")
+        if name.startswith("mtp."):
+            rest = name.removeprefix("mtp.")
+            layer = f"layers.{layers}."
+            name = rest.replace("layers.0.", layer) if rest.startswith("layers.") else f"{layer}{rest}"
+        number = int(name.split(".")[1]) if name.startswith("layers.") else -1
+        if number >= layers and arch == "deepseek2":
+            continue
+        if ".experts." in name:
+            experts[name] = values
+            continue
+        rest = ".".join(name.split(".")[2:]).removesuffix(".weight") if number >= layers else ""
+        if rest in _NEXTN:
+            yield f"blk.{number}.nextn.{_NEXTN[rest]}.weight", _normed(name, values, arch)
+            continue
+        for part, value in _changed(config, arch, name, values):
+            theirs = table.get_name(f"model.{part}", try_suffixes=(".weight", ".bias")) or table.get_name(
+                part, try_suffixes=(".weight", ".bias")
+            )
+            assert theirs is not None, (arch, part)
+            yield theirs, value
+    for length in ("short", "long"):
+        factors = (config.get("rope_scaling") or {}).get(f"{length}_factor")
+        if factors:
+            yield f"rope_factors_{length}.weight", torch.tensor(factors)
+    yield from _stacked(experts)
+
+
+def _normed(name: str, values: torch.Tensor, arch: str) -> torch.Tensor:
+    offset = arch in ("gemma3", "qwen3next", "qwen35", "qwen35moe")
+    names = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+    return values + 1 if offset and name.endswith(names) and "linear_attn" not in name else values
+
+
+def _changed(config: dict[str, Any], arch: str, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the converter makes of a tensor, still by the original's names."""
+    values = _normed(name, values, arch)
+    heads = {"q": config["num_attention_heads"], "k": config.get("num_key_value_heads")}
+    if arch in ("llama", "granite", "smollm3") and name[-14:] in (".q_proj.weight", ".k_proj.weight"):
+        rows = values.view(heads[name[-13]], 2, -1, values.shape[1])
+        values = rows.transpose(1, 2).reshape(values.shape)
+    if name.endswith("kv_b_proj.weight"):
+        nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+        both = values.view(config["num_attention_heads"], nope + value, -1)
+        yield name.replace("kv_b_proj", "k_b_proj"), both[:, :nope].transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), both[:, nope:]
+        return
+    if ".linear_attn." in name:
+        yield from _delta(config, arch, name, values)
+        return
+    if name.endswith("shared_expert_gate.weight"):
+        values = values.squeeze()
+    yield name.replace("correction_bias", "correction.bias"), values
+
+
+def _delta(config: dict[str, Any], arch: str, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width, ratio = config["linear_value_head_dim"], heads // keys
+    part = name.split(".linear_attn.")[1].removesuffix(".weight")
+    if part == "in_proj_qkvz":
+        sizes = [config["linear_key_head_dim"]] * 2 + [ratio * width] * 2
+        q, k, v, z = values.view(keys, sum(sizes), -1).split(sizes, dim=1)
+        yield name.replace("qkvz", "qkv"), torch.cat([one.flatten(0, 1) for one in (q, k, v)])
+        yield name.replace("qkvz", "z"), z.flatten(0, 1)
+        return
+    values = {"A_log": lambda x: -x.exp(), "conv1d": lambda x: x.squeeze(1)}.get(part, lambda x: x)(values)
+
+    def dealt(rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(keys, ratio, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    if arch != "qwen3next":
+        if part in ("in_proj_qkv", "conv1d"):
+            start = 2 * keys * config["linear_key_head_dim"]
+            values = torch.cat([values[:start], dealt(values[start:])])
+        elif part == "out_proj":
+            values = dealt(values.T).T
+        elif part != "norm":
+            values = dealt(values)
+    yield name.replace("dt_bias", "dt_proj.bias"), values
+
+
+def _stacked(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for name, values in tensors.items():
+        layer, rest = name.split(".")[1], name.split(".experts.")[1]
+        if rest == "gate_up_proj":
+            for part, half in zip(("gate", "up"), values.chunk(2, dim=1), strict=True):
+                yield f"blk.{layer}.ffn_{part}_exps.weight", half
+        elif rest == "down_proj":
+            yield f"blk.{layer}.ffn_down_exps.weight", values
+        else:
+            expert, part, _ = rest.split(".")
+            found.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = values
+    for name, experts in found.items():
+        yield name, torch.stack([experts[e] for e in sorted(experts)])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:

@@ -1,7 +1,6 @@
 """Open a GGUF file as a checkpoint: its metadata as the family's ``config.json``, its tensors by canonical name.
 
-llama.cpp's converter renames tensors and changes some of them; the tables here undo it.
-Sources: ``convert_hf_to_gguf.py`` and ``gguf-py/gguf/constants.py`` in llama.cpp.
+llama.cpp's converter renames tensors and changes some of them; ``architectures.py`` has what undoes it.
 """
 
 from __future__ import annotations
@@ -16,62 +15,17 @@ from typing import Any
 import attrs
 import torch
 
+from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REQUIRED, SQUEEZED, TOP
 from specdec.checkpoints.gguf.file import GgufFile, GgufTensor
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, shown
 
-_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# config.json key -> metadata key behind the architecture's name
-_KEYS = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "max_position_embeddings": "context_length",
-}
 # Keys that say what the tensors or other keys say too, or that a reader of the whole file needs not know
+_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SILENT = ("vocab_size", "rope.dimension_count", "attention.value_length")
-_OPTIONAL = frozenset({"num_key_value_heads", "head_dim", "rope_theta"})
-_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
 # Ends of a turn or text that a file may not name as its end token; llama.cpp stops at them by their text too
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
-
-
-@attrs.frozen
-class Architecture:
-    """What the converter did to a family.
-
-    Attributes:
-        model_type: of the family.
-        interleaved: rows of query and key heads are in the order of adjacent rotary pairs.
-    """
-
-    model_type: str
-    interleaved: bool = False
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", interleaved=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-}
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -139,10 +93,11 @@ class _Reader:
     def config(self) -> dict[str, Any]:
         """``config.json`` as the family reads it. Raises: CheckpointError for a key that is missing."""
         metadata, tensors = self.file.metadata, self.file.tensors
-        config: dict[str, Any] = {"model_type": self.architecture.model_type}
-        for key, name in _KEYS.items():
+        architecture = self.architecture
+        config: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
+        for key, name in {**KEYS, **architecture.keys}.items():
             value = metadata.get(f"{self.prefix}.{name}")
-            if value is None and key not in _OPTIONAL:
+            if value is None and key in REQUIRED:
                 raise self._error(f"lacks the key {self.prefix}.{name}")
             if not isinstance(value, int | float | type(None)):
                 raise self._error(f"has {shown(value)} under {self.prefix}.{name}, which takes a number")
@@ -152,29 +107,60 @@ class _Reader:
             raise self._error("lacks the tensor token_embd.weight")
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
         config["tie_word_embeddings"] = "output.weight" not in tensors
+        self._count_mtp(config)
+        width = self._head_width(config)
+        self._rope(config, width)
+        own = self._own_metadata()
+        parts = {parts["part"] for name in tensors if (parts := _NAME.fullmatch(name))}
+        architecture.complete(config, own, parts)
+        self._refuse_the_rest(own)
+        return config
+
+    def _count_mtp(self, config: dict[str, Any]) -> None:
+        """MTP layers are counted among the others."""
+        count = self.file.metadata.get(f"{self.prefix}.nextn_predict_layers", 0)
+        if not self.architecture.mtp or not count:
+            return
+        if type(count) is not int or type(layers := config["num_hidden_layers"]) is not int or not 0 < count < layers:
+            raise self._error(f"has {shown(count)} under {self.prefix}.nextn_predict_layers")
+        config["num_hidden_layers"] = layers - count
+        config[self.architecture.mtp] = count
+
+    def _head_width(self, config: dict[str, Any]) -> int:
+        """The number of rotated values, or of all values of a head."""
+        metadata, architecture = self.file.metadata, self.architecture
         rotary = metadata.get(f"{self.prefix}.rope.dimension_count")
+        if "qk_rope_head_dim" in architecture.keys:
+            return rotary if type(rotary) is int else 0
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
-        if rotary not in (None, width):
+        if architecture.partial and type(rotary) is int and 0 < rotary < width:
+            config["partial_rotary_factor"] = rotary / width
+        elif rotary not in (None, width):
             raise self._error(f"rotates {rotary} of {width} values of a head ({self.prefix}.rope.dimension_count)")
         if metadata.get(f"{self.prefix}.attention.value_length", width) != width:
             raise self._error(f"has values of another width than keys ({self.prefix}.attention.value_length)")
-        self._rope(config, width)
-        self._refuse_the_rest()
-        return config
+        return int(width)
 
-    def _refuse_the_rest(self) -> None:
+    def _own_metadata(self) -> dict[str, Any]:
+        """The architecture's keys, without its name."""
+        prefix, metadata = f"{self.prefix}.", self.file.metadata
+        return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+
+    def _refuse_the_rest(self, own: Mapping[str, Any]) -> None:
         """Raises: CheckpointError for a key of the architecture that nobody reads, unless its value says nothing."""
         kind = self.file.metadata.get("general.type", "model")
         if kind != "model":
             raise self._error(f"is no model but of the type {shown(kind)}")
-        read = {f"{self.prefix}.{name}" for name in (*_KEYS.values(), *_SILENT)}
-        for key, value in self.file.metadata.items():
-            if not key.startswith(f"{self.prefix}.") or key in read or key.startswith(f"{self.prefix}.rope.scaling."):
+        read = {*KEYS.values(), *self.architecture.keys.values(), *self.architecture.silent, *_SILENT}
+        read |= {"nextn_predict_layers"} if self.architecture.mtp else set()
+        for key, value in own.items():
+            if key in read or key.startswith("rope.scaling."):
                 continue
             if not isinstance(value, int | float | str) or value not in (0, "none", ""):
+                name = f"{self.prefix}.{key}"
                 raise self._error(
-                    f"has {key} = {shown(value)}, which may change what the model computes and is not read"
+                    f"has {name} = {shown(value)}, which may change what the model computes and is not read"
                 )
 
     def _rope(self, config: dict[str, Any], width: int) -> None:
@@ -184,6 +170,10 @@ class _Reader:
         kind = scaling.get("type", "none")
         if "rope_freqs.weight" in self.file.tensors:
             config["rope_scaling"] = {"rope_type": "llama3", **self._llama3(config, width)}
+        elif "rope_factors_short.weight" in self.file.tensors:
+            config["rope_scaling"] = {"rope_type": "longrope", **self._longrope(scaling)}
+        elif kind == "linear":
+            config["rope_scaling"] = {"rope_type": "linear", "factor": scaling.get("factor")}
         elif kind == "yarn":
             names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
             names |= {
@@ -191,16 +181,28 @@ class _Reader:
                 "yarn_beta_slow": "beta_slow",
                 "yarn_attn_factor": "attention_factor",
             }
+            if isinstance(multiplier := scaling.pop("yarn_log_multiplier", None), float):  # 0.1 mscale_all_dim
+                scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier)
+                names |= {name: name for name in ("mscale", "mscale_all_dim")}
             unknown = scaling.keys() - names.keys() - {"type", "finetuned"}
             if unknown:
                 raise self._error(f"has {prefix}{min(unknown)}, which is not read")
             config["rope_scaling"] = {"rope_type": "yarn"} | {
                 names[key]: value for key, value in scaling.items() if key in names
             }
-        elif kind == "none" and (rest := scaling.keys() - {"type", "finetuned"}):
+        elif kind == "none" and (rest := scaling.keys() - {"type", "finetuned", "original_context_length"}):
             raise self._error(f"has {prefix}{min(rest)} without {prefix}type")
         elif kind != "none":
-            raise self._error(f"scales its rotary embedding by {shown(kind)}; read are none, yarn and Llama 3's")
+            raise self._error(
+                f"scales its rotary embedding by {shown(kind)}; read are none, linear, yarn and Llama 3's"
+            )
+
+    def _longrope(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
+        """LongRoPE's parameters, as far as short contexts need them."""
+        tensor = self.file.tensors["rope_factors_short.weight"]
+        divisors = tensor.read(tensor.open(), "rope_factors_short.weight").flatten().tolist()
+        names = {"original_context_length": "original_max_position_embeddings", "attn_factor": "attention_factor"}
+        return {"short_factor": divisors} | {names[key]: value for key, value in scaling.items() if key in names}
 
     def _llama3(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
         """Llama 3's scaling parameters, which the converter left out: those that give the file's divisors."""
@@ -221,40 +223,37 @@ class _Reader:
         """The tensors by canonical name, with what undoes the converter's changes."""
         found: dict[str, GgufTensor] = {}
         for name, tensor in self.file.tensors.items():
-            if name == "rope_freqs.weight":
+            if name in _ROTARY:
                 continue
-            canonical = self._canonical(name)
-            heads = self._heads(canonical, config)
-            rows = tensor.shape[0]
-            if heads:
-                if rows % (2 * heads):
-                    raise self._error(f"gives the tensor {name} {rows} rows for {heads} heads")
-                tensor = attrs.evolve(tensor, change=functools.partial(_halves_of_heads, heads=heads))
-            found[canonical] = tensor
+            canonical, part = self._canonical(name, config["num_hidden_layers"])
+            if part in SQUEEZED:
+                at, shape = SQUEEZED[part], tensor.shape
+                tensor = attrs.evolve(tensor, shape=(*shape[:at], 1, *shape[at:]))
+            change = self.architecture.changes(part, config, tensor.dtype)
+            found[canonical] = tensor if change is None else attrs.evolve(tensor, change=change)
         return found
 
-    def _canonical(self, name: str) -> str:
+    def _canonical(self, name: str, layers: int) -> tuple[str, str]:
+        """The canonical name, and what is left of it within a layer or at the top; an unknown one stays as it is."""
         stem, _, kind = name.rpartition(".")
-        if stem in _TOP:
-            return f"{_TOP[stem]}.{kind}"
+        if stem in TOP:
+            return (f"{TOP[stem]}.{kind}",) * 2
         parts = _NAME.fullmatch(name)
-        if parts and parts["part"] in _LAYER:
-            return f"layers.{parts['layer']}.{_LAYER[parts['part']]}.{parts['kind']}"
-        return name  # the weight check says that nothing uses it
+        if parts is None:
+            return name, name
+        part, layer = self._part(parts["part"]), int(parts["layer"])
+        if layer < layers or not self.architecture.head:
+            return f"layers.{layer}.{part}", part
+        head = {key: name.format(layer=layer) for key, name in self.architecture.head.items()}
+        word, _, kind = part.removeprefix("nextn.").rpartition(".")
+        if part.startswith("nextn.") and word in head:
+            return f"{head[word]}.{kind}", part
+        return f"{head['']}.{part}", part
 
-    def _heads(self, name: str, config: Mapping[str, Any]) -> int:
-        """The number of heads whose rows the converter put into another order; 0 for none."""
-        if not self.architecture.interleaved or ".self_attn." not in name:
-            return 0
-        if ".q_proj." in name:
-            return int(config["num_attention_heads"])
-        return int(config.get("num_key_value_heads", config["num_attention_heads"])) if ".k_proj." in name else 0
+    def _part(self, name: str) -> str:
+        """Our name of a layer's tensor."""
+        names, (stem, _, kind) = {**LAYER, **self.architecture.names}, name.rpartition(".")
+        return names.get(name) or (f"{names[stem]}.{kind}" if stem in names else name)
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path.name} {message}", file=self.file.path)
-
-
-def _halves_of_heads(stored: torch.Tensor, *, heads: int) -> torch.Tensor:
-    """Bring rows of rotary pairs (a0 b0 a1 b1 ...) into halves (a0 a1 ... b0 b1 ...), head by head."""
-    rows = stored.view(heads, -1, 2, *stored.shape[1:])
-    return rows.transpose(1, 2).reshape(stored.shape)

@@ -62,7 +62,15 @@ class GgufTensor(StoredTensor):
         if self.start % self.torch_dtype.itemsize:  # an alignment below the size of a value
             data = data.clone()
         stored = data.view(self.torch_dtype).view(self.shape)
-        return stored if self.change is None else self.change(stored)
+        if self.change is None:
+            return stored
+        try:
+            return self.change(stored)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self.file.name} gives the tensor {name} the shape {list(self.shape)}, which its metadata contradict",
+                file=self.file,
+            ) from error
 
     def read_rows(self, file: torch.Tensor, name: str, start: int, stop: int, axes: int) -> torch.Tensor:
         whole = self.read(file, name)
