@@ -17,7 +17,8 @@ from specdec.decoding.result import Result
 from specdec.decoding.stream import Stream
 
 AGAIN = 64  # passes after which the slower way of running them is timed again
-SMOOTHING = 0.2  # weight of the newest time in an average
+SMOOTHING = 0.1  # weight of the newest pass in an average
+VARIED = 0.5  # variance of the rows below which they say nothing about the price of one
 
 
 class Batch:
@@ -39,6 +40,7 @@ class Batch:
         self._prompts: set[Stream] = set()  # that have not run yet
         self._outputs: dict[Stream, ForwardOutput | BaseException] = {}
         self._times: dict[int, _Times] = {}  # by number of generations in a pass
+        self._prices = _Prices()
 
     def add(self, stream: Stream) -> None:
         """Let a generation join."""
@@ -81,15 +83,50 @@ class Batch:
         """Run all requests in one pass, or one after another where that was faster or could change bits."""
         if len(requests) < 2 or not _batches(requests[0].sequence.target.info):
             return [request.run() for request in requests]
-        times = self._times.setdefault(len(requests), _Times())
-        together, started = times.together(), perf_counter()
+        times, started = self._times.setdefault(len(requests), _Times()), perf_counter()
+        together = times.together()
         outputs = _run_together(requests) if together else [request.run() for request in requests]
-        times.add(together, (perf_counter() - started) / self.rows)
+        seconds = perf_counter() - started
+        times.add(together, seconds / self.rows)
+        if together:
+            self._prices.add(self.rows, seconds)
+            for request in requests:
+                request.seconds = self._prices.share(seconds, len(requests), len(request.tokens) - 1)
         return outputs
 
 
 def _batches(info: ModelInfo) -> bool:
     return info.batch_rows > 0 and info.parity is Parity.BITWISE
+
+
+@attrs.define
+class _Prices:
+    """What a row adds to a shared pass: the slope of seconds over rows in recent passes."""
+
+    _rows: float = 0.0  # means
+    _seconds: float = 0.0
+    _variance: float = 0.0  # of the rows
+    _covariance: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Learn from a pass."""
+        weight = SMOOTHING if self._rows else 1.0
+        off, late = rows - self._rows, seconds - self._seconds
+        self._rows += weight * off
+        self._seconds += weight * late
+        if weight < 1.0:
+            self._variance = (1 - weight) * (self._variance + weight * off * off)
+            self._covariance = (1 - weight) * (self._covariance + weight * off * late)
+
+    def share(self, seconds: float, sequences: int, drafted: int) -> float:
+        """A sequence's share of a pass: a drafted row costs it what the row adds to everybody's wait.
+
+        The pass is shared equally. Of what its own ``drafted`` rows add, the others bear all but one part, so that part
+        is added: a depth then pays for a sequence exactly where it raises the tokens per second of all.
+        """
+        mean = self._seconds / self._rows
+        slope = min(max(self._covariance / self._variance, 0.0), mean) if self._variance > VARIED else mean
+        return seconds / sequences + (1 - 1 / sequences) * slope * drafted
 
 
 @attrs.define

@@ -23,19 +23,27 @@ Cut = Callable[[tuple[int, ...]], int]
 """How many of a cycle's emitted tokens to keep: at least 1, and not all of them if generation ends within them."""
 
 
-@attrs.frozen
+@attrs.define
 class PassRequest:
-    """What a cycle wants its target to run: the pending token and a draft."""
+    """What a cycle wants its target to run: the pending token and a draft.
+
+    Attributes:
+        seconds: that the pass took, or this sequence's share of it; whoever runs it says so.
+    """
 
     sequence: LiveSequence
     tokens: list[int]
+    seconds: float = 0.0
 
     def run(self) -> ForwardOutput | BaseException:
         """Run it in a pass of its own; returns the output, or what was raised."""
+        started = perf_counter()
         try:
             return self.sequence.target.decode(self.sequence.state, self.tokens)
         except BaseException as error:  # noqa: BLE001 - the cycle raises it
             return error
+        finally:
+            self.seconds = perf_counter() - started
 
 
 def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
@@ -72,6 +80,7 @@ def cycle(
             request, output = PassRequest(sequence, [sequence.tokens[-1], *draft.tokens]), None
             while output is None:
                 output = yield request
+            resumed = perf_counter()
             logits = output.need_logits()
         with calling((Kind.VERIFIER, sequence.verifier_name), "verify"):
             verdict = sequence.verifier.verify(draft, logits, sequence.context)
@@ -88,7 +97,7 @@ def cycle(
             accepted=verdict.accepted,
             emitted=emitted[:kept],
             draft_seconds=drafted - started,
-            verify_seconds=verified - drafted,
+            verify_seconds=request.seconds + verified - resumed,
             commit_seconds=perf_counter() - verified,
             drafted=draft.tokens,
         )

@@ -156,6 +156,31 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@given(
+    fixed=st.floats(0.001, 10.0),
+    row=st.floats(0.0, 1.0),
+    passes=st.lists(st.integers(2, 40), min_size=30, max_size=60).filter(lambda rows: len(set(rows[-10:])) > 4),
+    sequences=st.integers(2, 9),
+    drafted=st.integers(0, 8),
+)
+def test_a_drafted_row_is_priced_at_what_it_adds_for_all(
+    fixed: float, row: float, passes: list[int], sequences: int, drafted: int
+) -> None:
+    """With ``seconds = fixed + row * rows``, a sequence that drafts k tokens pays for k rows more."""
+    prices = batch._Prices()
+    for rows in passes:
+        prices.add(rows, fixed + row * rows)
+    share, plain = (prices.share(fixed + row * (9 + count), sequences, count) for count in (drafted, 0))
+    assert share - plain == pytest.approx(row * drafted, rel=1e-6, abs=1e-6 * fixed)
+
+
+def test_where_rows_never_vary_each_costs_the_mean() -> None:
+    prices = batch._Prices()
+    for _ in range(50):
+        prices.add(4, 2.0)
+    assert prices.share(2.0, 4, 2) == pytest.approx(0.5 + 0.75 * 0.5 * 2)
+
+
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 def test_mutants_are_found(
     checkpoint: Callable[..., pathlib.Path],
