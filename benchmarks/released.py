@@ -157,6 +157,8 @@ def main() -> None:
     options.machine = machine()
     prompts = choose_prompts(load_prompts(TASKS, chat=True), per_class=options.per_class)
     sample = {"tokens": options.tokens, "depths": options.depths, "times": not options.without_times}
+    for model in options.models:
+        specdec.inspect_checkpoint(model)  # a model that cannot be read ends the run before it takes hours
     models: dict[str, Any] = {}
     for model in options.models:
         path = locate(model)
