@@ -16,6 +16,7 @@ times out of the page, for a machine that does other work too. The exit status i
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 
 import specdec
 from benchmarks.against_llama_cpp import Theirs
-from benchmarks.common import Tally, machine, median, resident_bytes, save
+from benchmarks.common import Tally, machine, median, save
 from benchmarks.released_page import page
 from specdec.checkpoints import locate
 from specdec.config import Choice, TargetConfig
@@ -40,15 +41,21 @@ from specdec.measuring.runs import plain
 TASKS = Path(__file__).with_name("tasks.jsonl")
 CONTEXT = 4096  # tokens of a prompt and its answer in llama.cpp
 
+LOADING = """
+import sys, specdec
+from benchmarks.common import resident_bytes, seconds
+specdec.load("demo")  # libraries and kernels are not the model's memory
+before, kept = resident_bytes(), []
+print(seconds(lambda: kept.append(specdec.load(sys.argv[1], dtype=sys.argv[2]))), resident_bytes() - before)
+"""
+
 Texts = list[tuple[list[int], list[int]]]  # prompts, and what plain decoding answers
 
 
 def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple[dict[str, Any], Texts]:
     """What the page says of one model, but for its agreement with transformers, which takes the texts."""
-    specdec.load("demo")  # libraries and kernels are not this model's memory
-    before, began = resident_bytes(), perf_counter()
+    load_seconds, memory = loading(model, options.dtype)
     lm = specdec.load(model, dtype=options.dtype)
-    load_seconds, memory = perf_counter() - began, resident_bytes() - before
     arms: dict[str, tuple[Any, int | None]] = {"plain": (plain(lm), None), "default": (lm, None)}
     draft = {str(locate(target)): draft for target, draft in options.draft}.get(model)
     choices = [Choice(name) for name in options.drafters]
@@ -89,6 +96,14 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     facts |= {"load_seconds": load_seconds, "memory_over_file_size": memory / size, "tasks": tasks}
     facts |= {"runs": runs, "differing": differing, "chat": lm.tokenizer.has_chat_template}
     return facts | ({"llama_cpp": {"texts": len(texts), "agree": agreeing}} if options.peer else {}), texts
+
+
+def loading(model: str, dtype: str) -> tuple[float, float]:
+    """Seconds and bytes of a load in a process of its own, the second time: the first may measure costs."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", LOADING, model, dtype], check=True, stdout=subprocess.PIPE)
+    seconds, added = map(float, done.stdout.split())
+    return seconds, added
 
 
 def with_drafter(lm: Any, choice: Choice) -> Any:
@@ -157,6 +172,8 @@ def main() -> None:
     options.machine = machine()
     prompts = choose_prompts(load_prompts(TASKS, chat=True), per_class=options.per_class)
     sample = {"tokens": options.tokens, "depths": options.depths, "times": not options.without_times}
+    for model in options.models:
+        specdec.inspect_checkpoint(model)  # a model that cannot be read ends the run before it takes hours
     models: dict[str, Any] = {}
     for model in options.models:
         path = locate(model)

@@ -65,6 +65,9 @@ def _speeds(tasks: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "plain, tokens/s", *(f"{speed:.1f}" for speed in speeds["plain"])
     for arm in arms[1:]:
         yield f"{arm} / plain", *(f"{a / b:.2f}" for a, b in zip(speeds[arm], speeds["plain"], strict=True))
+    if fixed := [speeds[arm] for arm in arms if arm not in ("plain", "default", "llama.cpp")]:
+        best = map(max, zip(*fixed, strict=True))
+        yield "default / best fixed depth", *(f"{a / b:.2f}" for a, b in zip(speeds["default"], best, strict=True))
 
 
 def _speed(tally: Mapping[str, Any]) -> float:
@@ -72,7 +75,7 @@ def _speed(tally: Mapping[str, Any]) -> float:
 
 
 def _acceptance(tasks: Mapping[str, Any], deepest: int) -> Iterator[tuple[str, ...]]:
-    """Default settings, and every drafter at its deepest, whose first positions are those of lower depths."""
+    """By task: default settings, and every drafter at its deepest."""
     for arm in next(iter(tasks.values()))["arms"]:
         if arm != "default" and not arm.endswith(f" {deepest}"):
             continue

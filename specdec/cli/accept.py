@@ -137,7 +137,7 @@ def _judge_traffic(
     from specdec.measuring.traffic import TrafficReplay
     from specdec.text import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(locate(config.target.model, revision=config.target.revision))
+    tokenizer = Tokenizer.from_checkpoint(locate(config.target.model, revision=config.target.revision))
     with output.progress("replaying", silent=as_json) as advance:
         traffic = TrafficReplay(trace_file, config.drafter, depth=depth, tokenizer=tokenizer, progress=advance)
         with interruptible(traffic):

@@ -71,5 +71,5 @@ def chosen_pausing(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def chosen_tokenizer(given: Any) -> Any:
-    """``given`` itself, or the tokenizer of the folder that it names. Raises: CheckpointError that names the file."""
-    return Tokenizer.from_folder(given) if isinstance(given, str | Path) else given
+    """``given`` itself, or the tokenizer of a folder or GGUF file. Raises: CheckpointError that names the file."""
+    return Tokenizer.from_checkpoint(Path(given)) if isinstance(given, str | Path) else given

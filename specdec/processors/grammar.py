@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import thread_time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -210,6 +210,11 @@ class _Vocabulary:
             raise UnsupportedError(
                 f"grammars cannot work with this tokenizer: {error}", try_="a byte-level or byte-fallback BPE tokenizer"
             ) from error
+        special, used = env.tokenizer.special_ids, env.tokenizer.vocab_size
+        if any(self._words.is_special_token(token) and token not in special for token in range(used)):
+            pieces = [self._words.decode_bytes([token]) for token in range(used)] + [b""] * (size - used)
+            spelled = self._library.TokenizerWrapper(_Spelled(self._words, pieces, special, env.end_tokens[0]))
+            self._words = self._library.LLTokenizer(spelled, n_vocab=size, eos_token=env.end_tokens[0])
         self._matchers: dict[str, Any] = {}
 
     def matcher(self, config: GrammarConfig) -> Any:
@@ -250,6 +255,24 @@ class _Vocabulary:
             except ValueError as error:  # such as an integer of more than 64 bits
                 raise _unusable(config, str(error)) from error
         return source
+
+
+class _Spelled:
+    """llguidance's form of a tokenizer, in which only ``special`` tokens have no text.
+
+    llguidance takes every added token ``<...>`` for special, and then no grammar can spell a ``<tool_call>``.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, words: Any, tokens: Sequence[bytes], special: Iterable[int], end: int) -> None:
+        self._words, self.tokens = words, tokens
+        self.special_token_ids = sorted(special)
+        self.eos_token_id = end
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids: list[int] = self._words.tokenize_bytes(text)
+        return ids
 
 
 def _try_out(config: GrammarConfig, source: str) -> None:

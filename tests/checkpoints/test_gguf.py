@@ -14,12 +14,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
 from specdec.checkpoints import Checkpoint, StoredWeights, format_of
 from specdec.checkpoints.gguf.blocks import BLOCKS
+from specdec.cli import main
 from specdec.contract import Needs
 from specdec.errors import CheckpointError
 from specdec.text import Tokenizer
@@ -223,6 +225,18 @@ def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, mat
         for drafter, weights in (("none", "auto"), ("ngram", "auto"), ("none", "decoded"))
     ]
     assert tokens[0].tokens == tokens[1].tokens == tokens[2].tokens
+
+
+def test_weights_stay_as_a_file_has_them_with_a_notice_and_its_traffic_is_judged(tmp_path: Path) -> None:
+    folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
+    file, trace = write_gguf(tmp_path / "one.gguf", folder, matrices="Q8_0"), tmp_path / "trace.jsonl"
+    lm = specdec.load(str(file), weights="int4")
+    assert "weights = 'int4' leaves quantised weights as they are stored" in lm.notices
+    assert lm.info.weights.startswith("q8_0 (")
+    assert "rounded" not in lm.info.weights
+    for command in (["generate", "-p", "one two", "-n", "4", "--trace"], ["accept", "--drafter", "ngram", "--trace"]):
+        done = CliRunner().invoke(main, [*command, str(trace), "-m", str(file)])
+        assert done.exit_code == 0, done.stderr
 
 
 def test_a_split_file_is_the_whole_one(tmp_path: Path) -> None:

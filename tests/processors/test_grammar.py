@@ -272,6 +272,12 @@ def test_nothing_but_the_end_follows_a_finished_text():
     assert processor.legal([*encode("true"), first, *encode("r")], Context(PROMPT)) == len(encode("true")) + 1
 
 
+def test_an_added_token_that_is_not_special_is_text():
+    processor, (call,) = fresh(GrammarConfig(lark='start: "<tool_call>" "ab"')), words.tokenizer().encode(words.CALL)
+    assert call in allowed(processor, [])
+    assert allowed(processor, [call]) == set(words.tokenizer().encode("ab"))
+
+
 def test_a_padding_token_of_the_model_is_never_allowed():
     processor = fresh(GrammarConfig(regex="(?s:.*)"))
     padding = set(range(words.tokenizer().vocab_size, V))
