@@ -196,6 +196,9 @@ class CudaOps(Ops):
     def gelu(self, x: Any) -> Tensor:
         return row_kernels.gelu(materialised(x))
 
+    def scale(self, x: Any, factor: float) -> Tensor:
+        return row_kernels.scale(materialised(x), factor)
+
     def add(self, a: Any, b: Any) -> Tensor:
         return row_kernels.add(materialised(a), materialised(b))
 

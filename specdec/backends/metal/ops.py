@@ -179,6 +179,9 @@ class MetalOps(Ops):
         wide = x.astype(mx.float32)  # sigmoid(2 y) is (1 + tanh(y)) / 2
         return (wide * mx.sigmoid(wide * (1.5957691216057308 + 0.07135481627260025 * wide * wide))).astype(self.dtype)
 
+    def scale(self, x: mx.array, factor: float) -> mx.array:
+        return (x.astype(mx.float32) * factor).astype(self.dtype)
+
     def add_positions(self, x: mx.array, table: Matrix, position: int) -> mx.array:
         return self.add(x, self.embed(table, DeviceTokens(number(position) + mx.arange(x.shape[0], dtype=mx.int32))))
 

@@ -265,6 +265,7 @@ def _rows() -> None:
     x, table, both, pairs = _act(3, 768), _act(1024, 768), _act(3, 2, 3072), _act(3, 128, 64)
     rows.silu_product(both[:, 0], both[:, 1], torch.bfloat16)
     rows.gelu(_act(3, 3072))
+    rows.scale(_act(3, 3072), 0.22)
     for added in ((x,), (table, 5), (table, _row())):
         rows.add(x, *added)
     rows.embed(_act(248320, 4096), torch.zeros(4, dtype=torch.int32))

@@ -43,6 +43,9 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "llama": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
+    "granite": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1, "keys": {"residual_multiplier": 0.22}},
+    "olmo2": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
+    "smollm3": {**ATTENTION, "hidden": 32, "intermediate": 40, "keys": {"no_rope_layers": [1, 0]}},
     "qwen3_5_moe": {
         **ATTENTION,
         "hidden": 32,
@@ -91,7 +94,7 @@ def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]
     return get
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "granite", "olmo2", "smollm3"])
 def test_hidden_states_at_boundaries_are_those_of_the_reference(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:

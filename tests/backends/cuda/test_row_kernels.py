@@ -139,6 +139,12 @@ CASES: dict[str, Case] = {
         scale=lambda x, expected: (1 + x.double().abs() ** 3) * expected.abs(),  # the exponent's error
         mutants=(("1.5957691216057", "1.7"),),
     ),
+    "scaled": Case(
+        module=rows,
+        run=lambda m, x: m.scale(x, 0.22),
+        reference=lambda x: 0.22 * x.double(),
+        mutants=(("rounded(a * factor, OUT)", "rounded(a, OUT)"),),
+    ),
     "sum": Case(
         module=rows,
         run=lambda m, x: m.add(*_flat(x)),

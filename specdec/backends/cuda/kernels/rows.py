@@ -3,6 +3,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -89,13 +91,31 @@ def _gelu(x, stride, out, size, BLOCK: tl.constexpr, OUT: tl.constexpr):
     tl.store(out + t * size + at, rounded(a * gate, OUT), at < size)
 
 
+@triton.jit
+def _scale(x, stride, out, size, factor, BLOCK: tl.constexpr, OUT: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + t * stride + at, at < size).to(tl.float32)
+    tl.store(out + t * size + at, rounded(a * factor, OUT), at < size)
+
+
 def gelu(x: Tensor) -> Tensor:
     """GELU with tanh of ``x [T, I]``, the last axis dense: the same shape and dtype, contiguous."""
+    return _mapped(_gelu, x)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """``x [T, I]``, the last axis dense, times ``factor``: the same shape and dtype, contiguous."""
+    return _mapped(_scale, x, factor)
+
+
+def _mapped(kernel: Any, x: Tensor, *arguments: float) -> Tensor:
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(size))
     stride = x.stride(0) if rows > 1 else size  # that of a single row is arbitrary
-    launch(_gelu, (rows, triton.cdiv(size, block)), x, stride, out, size, BLOCK=block, OUT=dtype_of(x.dtype))
+    grid = rows, triton.cdiv(size, block)
+    launch(kernel, grid, x, stride, out, size, *arguments, BLOCK=block, OUT=dtype_of(x.dtype))
     return out
 
 
