@@ -1,13 +1,13 @@
 """Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's read bandwidth.
 
     python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--weights panels]
-                                     [--instruction-set avx2 avx512]
+                                     [--instruction-set avx2 avx512] [--activations int8]
 
 Measurements are interleaved in one process. Each round reads a large buffer once, in pieces of a few milliseconds (the
 reference bandwidth), then times every op for every T in turn. Each call uses another copy of its weights or caches, so
 that nothing is cached. Prints minima of the pieces and calls, since on a shared machine only minima measure the kernel.
 ``--weights`` is how matrices are held: ``panels``, ``plain`` (as a checkpoint holds them, unpacked), ``int8``
-or ``int4``.
+or ``int4``; the last two also with ``--activations int8``.
 
 ``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the cost of more rows in a pass.
 """
@@ -143,7 +143,9 @@ def cases(ops: NativeOps, form: str) -> list[Case]:
 
 
 def main() -> None:
-    options = arguments(__doc__, dtype="bfloat16", rounds=6, only="", weights="panels", instruction_set=["auto"])
+    options = arguments(
+        __doc__, dtype="bfloat16", rounds=6, only="", weights="panels", activations="float", instruction_set=["auto"]
+    )
     for name in options.instruction_set:
         kernels = load_kernels(name)
         if isinstance(kernels, KernelsUnavailable):
@@ -152,7 +154,7 @@ def main() -> None:
 
 
 def measure(kernels: Kernels, options: argparse.Namespace) -> None:
-    ops = NativeOps(getattr(torch, options.dtype), kernels)
+    ops = NativeOps(getattr(torch, options.dtype), kernels, int8=options.activations == "int8")
     wanted = tuple(options.only.split(","))
     chosen = [case for case in cases(ops, options.weights) if case.name.startswith(wanted)]
     stream = kernels.function("stream_read", "pii", ctypes.c_double)

@@ -485,16 +485,16 @@ def kernels_available() -> tuple[str, ...]:
     return ("torch",) if isinstance(load_kernels(), KernelsUnavailable) else ("torch", "native")
 
 
-def make_ops(kernels: str, dtype: str) -> Any:
-    """The ops of the CPU backend with the kernels of that name."""
+def make_ops(kernels: str, dtype: str, *, int8: bool = False) -> Any:
+    """The ops of the CPU backend with the kernels of that name; ``int8``: activations."""
     from specdec.backends.cpu.reference import ReferenceOps
 
     if kernels == "torch":
-        return ReferenceOps(getattr(torch, dtype))
+        return ReferenceOps(getattr(torch, dtype), int8=int8)
     from specdec.backends.cpu.library import load_kernels
     from specdec.backends.cpu.native import NativeOps
 
-    return NativeOps(getattr(torch, dtype), load_kernels())
+    return NativeOps(getattr(torch, dtype), load_kernels(), int8=int8)
 
 
 def make_target(

@@ -190,6 +190,7 @@ class Ops(abc.ABC):
 
     capabilities: Capabilities
     hidden_type: ClassVar[type[ArrayHidden]]
+    int8_matrices: int = 0  # weights so far whose products take activations in int8 (``target.activations``)
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 

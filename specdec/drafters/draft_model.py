@@ -55,6 +55,7 @@ class DraftModelConfig:
     backend: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     weights: str = attrs.field(default="auto", validator=one_of("auto", "decoded", "int8", "int4"))  # as target.weights
+    activations: str = attrs.field(default="float", validator=one_of("float", "int8"))  # as target.activations
     tokenizers: str = attrs.field(default="ids", validator=one_of("ids", "text"))  # "text": the model has its own
     min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # stop below this probability
     min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
@@ -265,7 +266,13 @@ def _prepare(config: DraftModelConfig, env: PrepareEnv) -> DraftModel:
             try_="specdec.load; a check takes a DrafterSubject whose prepare gives a DraftModel",
         )
     asked = f"drafter.model = {config.model!r}"
-    target = TargetConfig(model=config.model, backend=config.backend, dtype=config.dtype, weights=config.weights)
+    target = TargetConfig(
+        model=config.model,
+        backend=config.backend,
+        dtype=config.dtype,
+        weights=config.weights,
+        activations=config.activations,
+    )
     try:
         model, tokenizer = env.load(target)
     except SpecdecError as error:

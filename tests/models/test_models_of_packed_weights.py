@@ -17,10 +17,12 @@ from specdec.contract import Parity
 from specdec.errors import SessionFileError
 from specdec.models.loading import load_target
 from tests import tiny
+from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
 from tests.decoding.test_lossless import Case, ScriptedDepth, adversarial, mtp, partly_right
 from tests.selection import cases
+from tests.tiny_families import write_qwen2
 
 pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="needs the native kernels")
 
@@ -67,9 +69,9 @@ def check_speculation(folder: Path, target: Any) -> None:
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) -> None:
     folder = folder_of(tmp_path, family)
-    for weights in ("int8", "int4"):
-        target = tiny.make_target(folder, kernels="native", dtype="bfloat16", weights=weights)
-        check_speculation(folder, target)
+    for weights, int8 in (("int8", False), ("int4", False), ("int4", True)):
+        ops = tiny.make_ops("native", "bfloat16", int8=int8)
+        check_speculation(folder, tiny.make_target(folder, ops=ops, dtype="bfloat16", weights=weights))
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
@@ -159,6 +161,36 @@ def test_the_result_names_the_weights() -> None:
         assert "int4 g64" in result.to_dict()["weights"]
         assert "rounded" in result.weights
     assert specdec.load("demo").info.weights.startswith("bfloat16 (")
+
+
+@pytest.mark.parametrize("source", ["int4", "Q8_0", "Q4_1"])
+def test_int8_activations_are_part_of_the_model(tmp_path: Path, source: str) -> None:
+    options: dict[str, Any] = {"weights": source}
+    if source != "int4":
+        folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
+        options = {"model": str(write_gguf(tmp_path / "one.gguf", folder, matrices=source))}
+    lm, plain = (specdec.load(activations="int8", drafter=drafter, **options) for drafter in ("auto", "none"))
+    result, wanted = (one.generate("one two one two ", max_new_tokens=32, ignore_eos=True) for one in (lm, plain))
+    assert result.tokens == wanted.tokens
+    assert "; int8 activations (" in result.weights
+    floats = specdec.load(**options).info
+    assert (floats.fingerprint + "-int8-activations", "int8 act" in floats.weights) == (lm.info.fingerprint, False)
+
+
+def test_the_reference_takes_int8_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products are compared one by one: a model turns any difference into other roundings of later activations."""
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    int8, floats = (
+        load_target(RunConfig(target=TargetConfig(weights="int4", dtype="float32", activations=activations))).target
+        for activations in ("int8", "float")
+    )
+    assert int8.info.weights == f"{floats.info.weights}; int8 activations (84 matrices)"
+    assert not torch.equal(logits(int8), logits(floats))
+
+
+def test_int8_activations_without_packed_integers_have_no_effect() -> None:
+    weights = specdec.load(activations="int8").info.weights
+    assert weights.endswith("; float activations: none is of packed integers")
 
 
 def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:

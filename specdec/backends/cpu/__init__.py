@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from specdec.checking import between
+from specdec.checking import between, one_of
 from specdec.contract import BackendSpec
 from specdec.hookspecs import hookimpl
 
@@ -18,16 +18,18 @@ class CpuConfig:
     Attributes:
         threads: threads of a pass; None takes torch's number, at most the processors that this process may use.
         instruction_set: what the kernels may use; "auto" takes the widest that this processor has.
+        activations: how products with packed integers take activations.
     """
 
     threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, 256)))
     instruction_set: str = "auto"
+    activations: str = attrs.field(default="float", validator=one_of("float", "int8"))
 
 
 def _build(config: CpuConfig) -> Any:
     from specdec.backends.cpu.backend import CpuBackend
 
-    return CpuBackend(config.threads, config.instruction_set)
+    return CpuBackend(config.threads, config.instruction_set, config.activations)
 
 
 @hookimpl

@@ -21,8 +21,9 @@ class CpuBackend(Backend):
     name = "cpu"
     dtypes = ("bfloat16", "float32")
 
-    def __init__(self, threads: int | None = None, instruction_set: str = "auto") -> None:
+    def __init__(self, threads: int | None = None, instruction_set: str = "auto", activations: str = "float") -> None:
         self.threads = Threads(threads)
+        self.int8 = activations == "int8"
         self.kernels = load_kernels(instruction_set)
         facts = [platform.machine()]
         if not isinstance(self.kernels, KernelsUnavailable):
@@ -51,12 +52,13 @@ class CpuBackend(Backend):
         if isinstance(kernels, KernelsUnavailable):
             log.warning("native_kernels_unavailable", reason=kernels.reason)
             torch.set_num_threads(self.threads.count())  # of the whole process: torch knows no other number
-            return ReferenceOps(getattr(torch, dtype), kernels=f"torch reference ({kernels.reason})")
+            described = f"torch reference ({kernels.reason})"
+            return ReferenceOps(getattr(torch, dtype), described, int8=self.int8)
         from specdec.backends.cpu.native import NativeOps
 
         if kernels.notice:
             self.notices = (*self.notices, kernels.notice)
-        return NativeOps(getattr(torch, dtype), kernels, self.threads, eager_reason=eager_reason())
+        return NativeOps(getattr(torch, dtype), kernels, self.threads, eager_reason=eager_reason(), int8=self.int8)
 
 
 def _bfloat16_unit() -> str | None:

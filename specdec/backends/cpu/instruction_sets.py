@@ -31,6 +31,9 @@ class InstructionSet(NamedTuple):
 _AVX2 = InstructionSet(
     "avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt", "popcnt"})
 )
+_AVX_VNNI = InstructionSet(  # Alder Lake, and later processors without AVX-512
+    "avx-vnni", (*_AVX2.flags, "-mavxvnni"), _AVX2.needs | {"avx_vnni"}
+)
 _AVX512 = InstructionSet(
     "avx512", ("-march=x86-64-v4",), _AVX2.needs | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}
 )
@@ -54,7 +57,7 @@ _NEON_BF16 = InstructionSet(  # Apple M2, Neoverse V1 and N2
 _BASELINE = InstructionSet("baseline", packaged=False)  # what the compiler takes by itself: SSE2 on x86-64
 
 OF_ARCHITECTURE = {
-    "x86_64": (_AMX, _AVX512_BF16, _AVX512, _AVX2, _BASELINE),
+    "x86_64": (_AMX, _AVX512_BF16, _AVX512, _AVX_VNNI, _AVX2, _BASELINE),
     "aarch64": (_NEON_BF16, _NEON_DOTPROD, _NEON),
 }
 """Widest first."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.backends.cpu.arrays import CPU, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
 from specdec.backends.cpu.library import Kernels
-from specdec.backends.cpu.packed import FORMATS, Packer
+from specdec.backends.cpu.packed import FORMATS, Packer, takes_int8
 from specdec.backends.cpu.pruned import CHOICE_DRAFTED, HeadRows, NativePrunedLogits, SearchedLogits, SearchKernels
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
@@ -86,10 +86,16 @@ class NativeOps(ReferenceOps):
     """Ops in C++. The bits of a row depend only on that row and the cached rows, for any number of rows and threads."""
 
     def __init__(
-        self, dtype: torch.dtype, kernels: Kernels, threads: Threads | None = None, *, eager_reason: str = ""
+        self,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        threads: Threads | None = None,
+        *,
+        eager_reason: str = "",
+        int8: bool = False,
     ) -> None:
-        """``eager_reason`` is the reason not to record passes; "" records them."""
-        super().__init__(dtype)
+        """``eager_reason`` is the reason not to record passes; "" records them. ``int8``: as in ``ReferenceOps``."""
+        super().__init__(dtype, int8=int8)
         self.threads = threads or Threads()
         self.capabilities = Capabilities(
             kernels=kernels.description,
@@ -132,7 +138,7 @@ class NativeOps(ReferenceOps):
         self._argmax_rows = Kernel(kernels, "argmax_rows", "piipi", threads=self.threads)
         self._choose_rows = Kernel(kernels, "choose_rows", "piipippi", threads=self.threads)
         self._is_file = Kernel(kernels, "is_file", "pi", result=ctypes.c_int64)
-        self._packer = Packer(kernels, self.threads)
+        self._packer = Packer(kernels, self.threads, int8=self.int8)
         self._pack_panels = Kernel(kernels, "pack_panels", "piiipii", threads=self.threads)
         self._search = SearchKernels(kernels, self._choose_rows)
         self._runner = Runner(kernels)
@@ -189,7 +195,10 @@ class NativeOps(ReferenceOps):
         """
         if isinstance(tensor, StoredMatrix):
             codes = self._packer.pack(tensor)
-            return self.weight(tensor.decode()) if codes is None else self._handle(tensor.shape, codes)
+            if codes is None:
+                return self.weight(tensor.decode())
+            self.int8_matrices += self.int8 and takes_int8(tensor)
+            return self._handle(tensor.shape, codes)
         weight = super().weight(tensor)
         if weight.ndim == 1:
             return self._own(weight.float())  # biases are added in float32

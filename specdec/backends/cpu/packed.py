@@ -36,7 +36,7 @@ class _Header(ctypes.Structure):
     """``Packed`` of kernels/packed.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "k", "group", "kind", "wide", "offsets")),
+        *((name, ctypes.c_int64) for name in ("n", "k", "group", "kind", "wide", "offsets", "int8")),
         ("factor", ctypes.c_float),
         ("centre", ctypes.c_float),
         ("values", ctypes.c_uint16 * 128),
@@ -57,10 +57,19 @@ class _Codes:
     centre: float = 0.0
 
 
-class Packer:
-    """The functions of kernels/packed.cpp. A packed matrix is one uint8 tensor: a header and its panels."""
+def takes_int8(matrix: StoredMatrix) -> bool:
+    """Whether a product with this matrix can take activations in int8: its codes are evenly spaced."""
+    return not matrix.format.startswith("fp8") and matrix.shape[1] % COLUMNS == 0
 
-    def __init__(self, kernels: Kernels, threads: Threads) -> None:
+
+class Packer:
+    """The functions of kernels/packed.cpp. A packed matrix is one uint8 tensor: a header and its panels.
+
+    ``int8``: activations are multiplied as int8 with matrices whose codes are integers.
+    """
+
+    def __init__(self, kernels: Kernels, threads: Threads, *, int8: bool = False) -> None:
+        self._int8 = int8
         self._bytes = kernels.function("packed_bytes", "p", ctypes.c_int64)
         self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppiiip", threads=threads)
         self._is_file = kernels.function("is_file", "pi", ctypes.c_int64)
@@ -91,6 +100,7 @@ class Packer:
             kind=translated.kind,
             wide=not all(_narrow(part) for part in (scale, offset) if part is not None),
             offsets=0 if offset is None else mode,
+            int8=self._int8,
             factor=1.0 if factor is None else float(factor),
             centre=translated.centre,
         )

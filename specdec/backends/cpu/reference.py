@@ -8,6 +8,7 @@ the end of an array with different code than its body. Longer passes (prompts) a
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
+from specdec.backends.cpu.packed import FORMATS, takes_int8
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.ops import Capabilities, DeltaShape, Ops, Rope, Routing
+from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
 from specdec.errors import ContractError
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
 MAX_ROWS = 16
+GROUP_COLUMNS = 32  # of activations in int8: QUANTUM of kernels/integers.cpp
 _ATTEND_BLOCK = 128  # query rows whose scores are computed at once: a long prompt never builds a T x T matrix
 
 
@@ -35,8 +39,11 @@ class ReferenceOps(Ops):
 
     hidden_type = CpuHidden
 
-    def __init__(self, dtype: torch.dtype, kernels: str = "torch reference") -> None:
+    def __init__(self, dtype: torch.dtype, kernels: str = "torch reference", *, int8: bool = False) -> None:
+        """``int8``: products with weights that are stored as integers take ``int8_rows`` of their activations."""
         self.dtype = dtype
+        self.int8 = int8
+        self._integers: dict[int, weakref.ref[Tensor]] = {}  # weights whose products take int8 activations
         self.capabilities = Capabilities(
             kernels=kernels,
             parity=Parity.BITWISE,
@@ -44,13 +51,21 @@ class ReferenceOps(Ops):
             "bulk, so that another chunking of a prompt may round differently",
             max_rows=MAX_ROWS,
             batch_rows=MAX_ROWS,
+            packed_formats=FORMATS if self.int8 else frozenset(),
             slow=True,
         )
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
-    def weight(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype)  # no copy if the dtype matches: the memory map itself is used
+    def weight(self, tensor: Tensor | StoredMatrix) -> Tensor:
+        if not isinstance(tensor, StoredMatrix):
+            return tensor.to(self.dtype)  # no copy if the dtype matches: the memory map itself is used
+        weight = tensor.decode()
+        if takes_int8(tensor):
+            self.int8_matrices += 1
+            key = id(weight)
+            self._integers[key] = weakref.ref(weight, lambda _: self._integers.pop(key, None))
+        return weight
 
     def to_host(self, array: Tensor) -> Tensor:
         return array
@@ -79,6 +94,12 @@ class ReferenceOps(Ops):
         return table[torch.tensor(tokens, dtype=torch.long, device=CPU)]
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if id(weight) in self._integers:
+            product = self._float_product(int8_rows(x), weight.float(), None if bias is None else bias.float())
+            return product.to(x.dtype)
+        return self._float_product(x, weight, bias)
+
+    def _float_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] > MAX_ROWS:
             return F.linear(x, weight, bias)
         # MKL's bits depend on the address too: a copy has the alignment of a single row
@@ -121,7 +142,7 @@ class ReferenceOps(Ops):
         """``x @ w.T`` not rounded to act."""
         if type(self).head is not ReferenceOps.head:  # a kernel that sums in float32, for any number of rows
             return torch.from_numpy(self.head(x, weight).rows())
-        return self._product(x.float(), weight.float())
+        return self._product(x.float(), weight if id(weight) in self._integers else weight.float())
 
     def route(self, x: Tensor, weight: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits = self._float32_product(x, weight)
@@ -282,6 +303,20 @@ class ReferenceOps(Ops):
 
     def _pruned_logits(self, values: Float32, rows: HeadRows) -> PrunedLogits:
         return PrunedLogits(values, rows.ids, rows.vocab_size)
+
+
+def int8_rows(x: Tensor) -> Tensor:
+    """Round rows ``[T, H]`` to int8 in groups of 32 columns and return the rounded values, float32.
+
+    A group's unit is its largest magnitude over 127; ties are rounded to even. A group with a value that is not finite
+    becomes NaN.
+    """
+    wide = F.pad(x.float(), (0, -x.shape[1] % GROUP_COLUMNS)).view(len(x), -1, GROUP_COLUMNS)
+    largest = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-119)  # so that the inverse is finite
+    inverse = largest.new_tensor(127.0) / largest  # 127 / largest would take a reciprocal, which rounds twice
+    rounded = (wide * inverse).round() * (largest / 127)
+    finite = wide.isfinite().all(-1, keepdim=True)
+    return rounded.where(finite, torch.nan).view(len(x), -1)[:, : x.shape[1]]
 
 
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

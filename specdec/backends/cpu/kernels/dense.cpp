@@ -33,6 +33,7 @@ template <class T> struct Matrix {
     bool takes_whole_numbers() const {
         return std::is_same_v<T, bf16> && codes() && codes()->takes_whole_numbers();
     }
+    bool takes_integers() const { return takes_whole_numbers() || (codes() && codes()->takes_int8()); }
     int64_t bytes(int64_t k) const { return codes() ? n / FEATURES * codes()->panel_bytes() : n * k * sizeof(T); }
     // In a packed matrix, `feature` must be the first of a panel of FEATURES times K elements.
     const T* from(int64_t feature) const { return data + feature * (packed() ? -stride : stride); }
@@ -163,58 +164,91 @@ void tile_products(const Rows<T>& x, const PanelRows<T>& inputs, int64_t first_r
 using Tiles = const float (*)[CHUNK * BLOCK];
 
 // The activations of one call as products with each of its quantised matrices read them: the numbers of `inputs` with
-// their sums over groups, or whole numbers. Matrices with groups of one size share them. They are valid until the
-// calling thread's next call.
+// their sums over groups, whole numbers, or int8. Matrices that read the same share them. They are valid until the calling
+// thread's next call.
 template <class T> struct CodeRows {
     Activations<typename Panel<T>::Input> numbers[MAX_WEIGHTS];
     Activations<int16_t> whole[MAX_WEIGHTS];  // without x: not for this matrix
+    Activations<int8_t> bytes[MAX_WEIGHTS];   // likewise
 
     CodeRows(const Rows<T>& x, const PanelRows<T>& inputs, const Matrix<T>* w, int count, int threads) {
+        struct Read {  // what a matrix reads, beside `inputs`
+            enum { NOTHING, SUMS_OF_NUMBERS, WHOLE, BYTES } type;
+            int64_t group;
+            Form form;
+            bool operator==(const Read&) const = default;
+        } reads[MAX_WEIGHTS];
         int same[MAX_WEIGHTS];
         int64_t floats[MAX_WEIGHTS], total = 0;
-        const int64_t stride = (x.k + 1) / 2;  // of whole numbers, in floats
+        const int64_t whole_stride = (x.k + 1) / 2;  // in floats, as bytes_stride
+        const int64_t bytes_stride = (x.k + QUANTUM - 1) / QUANTUM * QUANTUM / 4;
         for (int i = 0; i < count; ++i) {
             const Packed* codes = w[i].codes();
-            same[i] = -1;
+            reads[i] = {Read::NOTHING, 0, {}};
+            same[i] = i;
             if (!codes) continue;
-            const bool whole = w[i].takes_whole_numbers();
-            if (!whole) numbers[i] = {inputs.data, inputs.stride, nullptr, nullptr, codes->groups()};
-            if (!whole && !codes->needs_sums()) continue;
-            for (same[i] = 0; same[i] < i; ++same[i]) {
-                const int other = same[i];
-                if (same[other] == other && w[other].codes()->group == codes->group &&
-                    w[other].takes_whole_numbers() == whole)
-                    break;
+            if (codes->takes_int8()) {
+                reads[i] = {Read::BYTES, 0, form_of(*codes)};
+                floats[i] = x.count * (3 * cells(x.k, reads[i].form) + bytes_stride);
+            } else if (w[i].takes_whole_numbers()) {
+                reads[i] = {Read::WHOLE, codes->group, {}};
+                floats[i] = x.count * (2 * codes->groups() + whole_stride);
+            } else {
+                numbers[i] = {inputs.data, inputs.stride, nullptr, nullptr, codes->groups()};
+                if (!codes->needs_sums()) continue;
+                reads[i] = {Read::SUMS_OF_NUMBERS, codes->group, {}};
+                floats[i] = x.count * codes->groups();
             }
-            floats[i] = x.count * (whole ? 2 * codes->groups() + stride : codes->groups());
+            for (same[i] = 0; !(reads[same[i]] == reads[i]);) ++same[i];
             if (same[i] == i) total += floats[i];
         }
         float* to = total ? scratch<SUMS>(total) : nullptr;
         if (x.count * x.k * (int64_t)sizeof(float) < SERIAL_WORK) threads = 1;
         for (int i = 0; i < count; ++i) {
-            if (same[i] < 0) continue;
-            const Packed& codes = *w[i].codes();
-            const int64_t groups = codes.groups();
+            if (reads[i].type == Read::NOTHING) continue;
             if (same[i] < i) {
                 numbers[i].sums = numbers[same[i]].sums;
                 whole[i] = whole[same[i]];
+                bytes[i] = bytes[same[i]];
                 continue;
             }
-            if constexpr (WHOLE_NUMBERS && std::is_same_v<T, bf16>)
-                if (w[i].takes_whole_numbers()) {
-                    int16_t* integers = reinterpret_cast<int16_t*>(to + 2 * x.count * groups);
+            const Packed& codes = *w[i].codes();
+            if (reads[i].type == Read::BYTES) {
+                const Form& form = reads[i].form;
+                const int64_t row_cells = cells(x.k, form);
+                float *units = to, *sums = units + x.count * row_cells;
+                int32_t* starts = reinterpret_cast<int32_t*>(sums + x.count * row_cells);
+                int8_t* integers = reinterpret_cast<int8_t*>(starts + x.count * row_cells);
+                for_blocks(threads, x.count, [&](int64_t row) {
+                    quantise_row(x.data + row * x.stride, x.k, form, integers + row * 4 * bytes_stride,
+                                 units + row * row_cells, starts + row * row_cells, sums + row * row_cells);
+                });
+                bytes[i] = {integers, 4 * bytes_stride, sums, units, row_cells, starts};
+            } else if (reads[i].type == Read::WHOLE) {
+                const int64_t groups = codes.groups();
+                int16_t* integers = reinterpret_cast<int16_t*>(to + 2 * x.count * groups);
+                if constexpr (WHOLE_NUMBERS && std::is_same_v<T, bf16>)
                     for_blocks(threads, x.count, [&](int64_t row) {
-                        whole_numbers(x.data + row * x.stride, x.k, codes.group, integers + row * 2 * stride,
+                        whole_numbers(x.data + row * x.stride, x.k, codes.group, integers + row * 2 * whole_stride,
                                       to + row * groups, to + (x.count + row) * groups);
                     });
-                    whole[i] = {integers, 2 * stride, to + x.count * groups, to, groups};
-                }
-            if (!whole[i].x) {
+                whole[i] = {integers, 2 * whole_stride, to + x.count * groups, to, groups};
+            } else {
                 group_sums(x.data, x.stride, x.count, x.k, codes.group, to);
                 numbers[i].sums = to;
             }
             to += floats[i];
         }
+    }
+
+    static int64_t cells(int64_t k, const Form& form) { return (k + form.cell - 1) / form.cell; }
+
+    // The products of a quantised matrix.
+    void products(int i, const Packed& w, int64_t row, int64_t rows, int64_t first, int64_t n, float* out) const {
+        if (bytes[i].x) return packed_products(w, bytes[i].from(row, 0, 0), rows, first, n, out, BLOCK);
+        if constexpr (WHOLE_NUMBERS)
+            if (whole[i].x) return packed_products(w, whole[i].from(row, 0, 0), rows, first, n, out, BLOCK);
+        packed_products(w, numbers[i].from(row, 0, 0), rows, first, n, out, BLOCK);
     }
 };
 
@@ -231,7 +265,7 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
     if (work < SERIAL_WORK) threads = 1;
     const bool cached = bytes <= CACHED_BYTES;
     const bool packed = std::any_of(w, w + count, [](const Matrix<T>& matrix) { return matrix.packed(); });
-    const bool whole = std::all_of(w, w + count, [](const Matrix<T>& matrix) { return matrix.takes_whole_numbers(); });
+    const bool whole = std::all_of(w, w + count, [](const Matrix<T>& matrix) { return matrix.takes_integers(); });
     const PanelRows<T> inputs = packed && !whole ? PanelRows<T>(x, threads) : PanelRows<T>();
     const CodeRows<T> rows_of(x, inputs, w, count, threads);
     int64_t size = BLOCK;
@@ -252,13 +286,8 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
             const int64_t rows = std::min(CHUNK, x.count - row);
             for (int j = 0; j < PAIR; ++j) {
                 const Matrix<T>& matrix = w[i + j];
-                if (rows_of.whole[i + j].x) {
-                    if constexpr (WHOLE_NUMBERS)
-                        packed_products(*matrix.codes(), rows_of.whole[i + j].from(row, 0, 0), rows, first, n, tile[j],
-                                        BLOCK);
-                } else if (matrix.codes())
-                    packed_products(*matrix.codes(), rows_of.numbers[i + j].from(row, 0, 0), rows, first, n, tile[j],
-                                    BLOCK);
+                if (matrix.codes())
+                    rows_of.products(i + j, *matrix.codes(), row, rows, first, n, tile[j]);
                 else
                     tile_products(x, inputs, row, rows, matrix.from(first), matrix.stride, n, cached, tile[j]);
             }

@@ -64,47 +64,16 @@ struct Nibbles {
     }
 };
 #else
-#if defined(__AVX2__)
-typedef __m256i Octets;
-INLINE Octets find_octets(Octets table, Octets at) { return _mm256_shuffle_epi8(table, at); }
-#elif defined(__SSSE3__)
-typedef __m128i Octets;
-INLINE Octets find_octets(Octets table, Octets at) { return _mm_shuffle_epi8(table, at); }
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-typedef uint8x16_t Octets;
-INLINE Octets find_octets(Octets table, Octets at) { return vqtbl1q_u8(table, at); }
-#else
-typedef uint8_t Octets __attribute__((vector_size(16)));
-INLINE Octets find_octets(Octets table, Octets at) {
-    Octets found;
-    for (int i = 0; i < 16; ++i) found[i] = table[at[i]];
-    return found;
-}
-#endif
 struct Nibbles {
     static constexpr int PAIRS = 4;
     static constexpr float UNIT = 1;
     static float centre(const Packed& w) { return w.centre; }
-    static constexpr int PARTS = sizeof(vu) / sizeof(Octets);  // lookups in a vector of features
-    Octets low, high;  // the bytes of the 16 values
-    explicit Nibbles(const Packed& w) {
-        uint8_t octets[2][sizeof(Octets)];
-        for (size_t i = 0; i < sizeof(Octets); ++i) {
-            octets[0][i] = (uint8_t)w.values[i % 16];
-            octets[1][i] = (uint8_t)(w.values[i % 16] >> 8);
-        }
-        low = load_as<Octets>(octets[0]);
-        high = load_as<Octets>(octets[1]);
-    }
+    ByteTable low, high;  // the bytes of the 16 values
+    explicit Nibbles(const Packed& w)
+        : low([&](size_t i) { return (uint8_t)w.values[i]; }), high([&](size_t i) { return w.values[i] >> 8; }) {}
     INLINE Two open(const char* p, int pair) const {
         const vu at = (load_as<vu>(p) >> (pair & 1 ? 4 : 0)) & 0x0f0f0f0fu;  // columns of this pair and the next but one
-        Octets lower[PARTS], upper[PARTS];
-        std::memcpy(lower, &at, sizeof at);
-        for (int i = 0; i < PARTS; ++i) {
-            upper[i] = find_octets(high, lower[i]);
-            lower[i] = find_octets(low, lower[i]);
-        }
-        const vu l = load_as<vu>(lower), h = load_as<vu>(upper);
+        const vu l = low[at], h = high[at];
         if (pair < 2) return two((l & 0x00ff00ffu) | ((h & 0x00ff00ffu) << 8));
         return two(((l >> 8) & 0x00ff00ffu) | (h & 0xff00ff00u));
     }
@@ -222,15 +191,11 @@ struct LinearNumbers {  // of four bits
 
 struct FoundNumbers {  // of four bits
     static constexpr int PAIRS = 4;
-    Octets table;
-    explicit FoundNumbers(const Numbers& numbers) {
-        uint8_t octets[sizeof(Octets)];
-        for (size_t i = 0; i < sizeof(Octets); ++i) octets[i] = numbers.of[i % 16];
-        table = load_as<Octets>(octets);
-    }
+    ByteTable table;
+    explicit FoundNumbers(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
     INLINE vu open(const char* p, int pair) const {
         const vu at = (load_as<vu>(p) >> (pair & 1 ? 4 : 0)) & 0x0f0f0f0fu;  // columns of this pair and the next but one
-        const vu both = (vu)find_octets(table, (Octets)at);
+        const vu both = table[at];
         return pair < 2 ? both & 0x00ff00ffu : (vu)((vn)both >> 8);
     }
 };
@@ -297,10 +262,6 @@ template <class X> constexpr int packed_vectors(int M) {
 }
 template <class X> constexpr int64_t OPENED_ROWS = 2 * PACKED_ROWS<X>;  // beyond, values are opened once for all rows
 constexpr int64_t OPENED_COLUMNS = 256;                                 // at a time: they stay in L1
-
-INLINE vf load_side(const Packed& w, const char* p, int64_t feature) {
-    return w.wide ? load(reinterpret_cast<const float*>(p) + feature) : load(reinterpret_cast<const bf16*>(p) + feature);
-}
 
 // Some groups of a panel: the first one's scales and codes, and its columns.
 struct Groups {
@@ -540,17 +501,19 @@ struct Place {
 };
 
 // How a sign bit over a magnitude is stored, and back.
-INLINE uint8_t stored([[maybe_unused]] int64_t kind, uint8_t code) {
-#ifndef SPECDEC_BYTE_TABLES
-    if (kind == INTEGERS || kind == HALVES) return code & 128 ? (kind == HALVES ? 255 : 256) - code : 128 + code;
+INLINE bool stored_as_numbers(const Packed& w) {
+#ifdef SPECDEC_BYTE_TABLES
+    if (!w.int8) return false;
 #endif
-    return code;
+    return w.kind == INTEGERS || w.kind == HALVES;
 }
-INLINE uint8_t unstored([[maybe_unused]] int64_t kind, uint8_t byte) {
-#ifndef SPECDEC_BYTE_TABLES
-    if (kind == INTEGERS || kind == HALVES) return byte & 128 ? byte - 128 : (kind == HALVES ? 255 : 256) - byte;
-#endif
-    return byte;
+INLINE uint8_t stored(const Packed& w, uint8_t code) {
+    if (!stored_as_numbers(w)) return code;
+    return code & 128 ? (w.kind == HALVES ? 255 : 256) - code : 128 + code;
+}
+INLINE uint8_t unstored(const Packed& w, uint8_t byte) {
+    if (!stored_as_numbers(w)) return byte;
+    return byte & 128 ? byte - 128 : (w.kind == HALVES ? 255 : 256) - byte;
 }
 
 INLINE float side_value(const Packed& w, const char* p, int64_t feature) {
@@ -567,7 +530,7 @@ template <class T> void packed_row(const Packed& w, int64_t row, T* out) {
         for (int64_t k = at; k < std::min(at + w.group, w.k); ++k) {
             const Place place(w.kind, k - at);
             const char* word = group + w.side() + ((k - at) / per_word * FEATURES + f) * WORD;
-            const uint8_t byte = unstored(w.kind, (uint8_t)word[place.byte]);
+            const uint8_t byte = unstored(w, (uint8_t)word[place.byte]);
             float value = w.kind == NIBBLES ? widen(bf16{w.values[byte >> place.shift & 15]})
                                             : widen(bf16{w.values[byte & 127]});
             if (w.kind != NIBBLES && byte & 128) value = -value;
@@ -624,7 +587,7 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
     const Packed& w = *(const Packed*)to;
     const int64_t per_word = w.kind == NIBBLES ? 8 : 4;
     uint8_t own[256];
-    for (int i = 0; i < 256; ++i) own[i] = stored(w.kind, internal[i]);
+    for (int i = 0; i < 256; ++i) own[i] = stored(w, internal[i]);
     for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t panel) {
         char* group = (char*)to + HEADER + panel * w.panel_bytes();
         for (int64_t at = 0; at < w.k; at += w.group) {

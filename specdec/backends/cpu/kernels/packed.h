@@ -9,7 +9,8 @@
 // [FEATURES] scales, [FEATURES] offsets (if any) and its codes, in words of four bytes: word i of the features stands
 // side by side. A word holds 8 columns of four bits or 4 columns of eight, lowest bits first: the even columns in its
 // low half, the odd ones in its high half. Reading a panel is one ascending stream. Codes of eight bits are a sign bit
-// over a magnitude; INTEGERS and HALVES are the number plus 128, rounded down, where there are no tables of bytes.
+// over a magnitude; INTEGERS and HALVES are the number plus 128, rounded down, where there are no tables of bytes and where
+// activations have eight bits.
 //
 // Bits contract: the product of one weight row and one activation row has two accumulators, for even and odd pairs of
 // columns, that begin at zero in every group. At the end of a group their sum is scaled and added to the total. Sums of
@@ -50,6 +51,7 @@ struct Packed {
     int64_t kind;
     int64_t wide;  // scales and offsets are float32, else bfloat16
     int64_t offsets;
+    int64_t int8;  // activations become int8, if codes are integers
     float factor, centre;
     uint16_t values[128];  // bfloat16: of the codes, or of the magnitudes
     Numbers numbers;       // found when it is packed
@@ -60,24 +62,29 @@ struct Packed {
     int64_t groups() const { return (k + group - 1) / group; }
     int64_t panel_bytes() const { return groups() * side() + code_bytes(k); }
     bool needs_sums() const { return offsets || centre != 0; }
-    bool takes_whole_numbers() const { return WHOLE_NUMBERS && numbers.unit != 0; }  // if activations are bfloat16
+    bool takes_int8() const { return int8 && numbers.unit != 0; }
+    bool takes_whole_numbers() const {  // if activations are bfloat16
+        return WHOLE_NUMBERS && !int8 && numbers.unit != 0;
+    }
 };
 constexpr int64_t HEADER = 512;
 constexpr int64_t MAX_GROUP = 128;
 static_assert(sizeof(Packed) <= HEADER);
 inline const char* Packed::data() const { return reinterpret_cast<const char*>(this) + HEADER; }
 
-// Activation rows as the products read them. X: Panel<T>::Input, or int16_t for whole numbers.
+// Activation rows as the products read them. X: Panel<T>::Input, int16_t for whole numbers, or int8_t.
 template <class X> struct Activations {
     const X* x = nullptr;
     int64_t stride = 0;
     const float* sums = nullptr;   // [rows, groups] of x over the columns of a group; null if the matrix needs none
-    const float* units = nullptr;  // [rows, groups]: what 1 means, for whole numbers
+    const float* units = nullptr;  // [rows, groups]: what 1 means, for integers
     int64_t groups = 0;
+    const int32_t* starts = nullptr;  // [rows, groups]: what a sum begins with, for int8_t
 
     Activations from(int64_t row, int64_t column, int64_t group) const {
         const int64_t at = row * groups + group;
-        return {x + row * stride + column, stride, sums ? sums + at : nullptr, units ? units + at : nullptr, groups};
+        return {x + row * stride + column,      stride, sums ? sums + at : nullptr, units ? units + at : nullptr, groups,
+                starts ? starts + at : nullptr};
     }
 };
 
@@ -97,6 +104,33 @@ void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int
 template <>
 void packed_products(const Packed& w, const Activations<int16_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride);  // defined if WHOLE_NUMBERS
+
+// --- activations in int8 (integers.cpp) ----------------------------------------------------------------------------------
+
+constexpr int64_t QUANTUM = 32;  // columns of a row with one unit
+
+// How a matrix reads activations in int8; matrices with the same form share them.
+struct Form {
+    int64_t cell;  // columns whose products are summed as integers: of one group of weights and one of activations
+    bool nibbles;  // the order of columns in its words
+    int32_t zero;  // is subtracted from its numbers
+
+    bool operator==(const Form&) const = default;
+};
+Form form_of(const Packed& w);
+
+// A row in int8 as matrices of one form read it: the numbers [k, rounded up to whole quanta], and for every cell what 1
+// means, what a sum begins with and the sum of the numbers times what 1 means. A group with a number that is not finite has NaN as its unit.
+template <class T>
+void quantise_row(const T* x, int64_t k, const Form& form, int8_t* out, float* units, int32_t* starts, float* sums);
+
+template <>
+void packed_products(const Packed& w, const Activations<int8_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
+                     int64_t out_stride);
+
+INLINE vf load_side(const Packed& w, const char* p, int64_t feature) {
+    return w.wide ? load(reinterpret_cast<const float*>(p) + feature) : load(reinterpret_cast<const bf16*>(p) + feature);
+}
 
 // The values of one weight row, rounded once.
 template <class T> void packed_row(const Packed& w, int64_t row, T* out);

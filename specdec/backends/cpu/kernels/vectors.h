@@ -141,6 +141,45 @@ template <class T> INLINE void store(vf a, T* p, int n) {
     std::memcpy(p, part, n * sizeof(T));
 }
 
+// --- tables ---------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+typedef __m512i Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return _mm512_shuffle_epi8(table, at); }
+#elif defined(__AVX2__)
+typedef __m256i Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return _mm256_shuffle_epi8(table, at); }
+#elif defined(__SSSE3__)
+typedef __m128i Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return _mm_shuffle_epi8(table, at); }
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+typedef uint8x16_t Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return vqtbl1q_u8(table, at); }
+#else
+typedef uint8_t Octets __attribute__((vector_size(16)));
+INLINE Octets find_octets(Octets table, Octets at) {
+    Octets found;
+    for (int i = 0; i < 16; ++i) found[i] = table[at[i]];
+    return found;
+}
+#endif
+
+// A table of 16 bytes; `at` has four bits in every byte.
+struct ByteTable {
+    Octets table;
+    template <class Value> explicit ByteTable(Value&& value) {  // value(i) for i < 16
+        uint8_t octets[sizeof(Octets)];
+        for (size_t i = 0; i < sizeof(Octets); ++i) octets[i] = value(i % 16);
+        table = load_as<Octets>(octets);
+    }
+    INLINE vu operator[](vu at) const {
+        Octets parts[sizeof(vu) / sizeof(Octets)];
+        std::memcpy(parts, &at, sizeof at);
+        for (Octets& part : parts) part = find_octets(table, part);
+        return load_as<vu>(parts);
+    }
+};
+
 // --- sums ----------------------------------------------------------------------------------------------------------
 
 #if defined(__clang__) || __GNUC__ >= 12

@@ -1,0 +1,81 @@
+"""What int8 activations cost in quality: perplexity, and how far the distributions move, on a text file.
+
+    python -m benchmarks.int8_quality FILE.gguf --text wikitext2_test.txt [--tokens 4096] [--window 512] [--json FILE]
+
+The text is cut into windows, of which every token but the first is predicted from those before it. Each arm is a dtype
+with ``target.activations``; it is compared with the first, float32 as it is: the mean divergence (Kullback-Leibler, in
+nats) and how often both have the same best token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specdec
+from benchmarks.common import machine, save
+
+ARMS = {"float32": ("float32", "float"), "bfloat16": ("bfloat16", "float")}
+ARMS |= {f"{dtype}, int8 activations": (dtype, "int8") for dtype in ARMS}
+
+
+def log_probs(target: Any, tokens: list[int]) -> torch.Tensor:
+    """Of every next token but the first: float32 ``[len(tokens) - 1, V]``."""
+    state = target.new_state(len(tokens))
+    parts = []
+    for at in range(0, len(tokens) - 1, target.info.max_rows):
+        rows = tokens[at : min(at + target.info.max_rows, len(tokens) - 1)]
+        logits = target.decode(state, rows).need_logits().rows()
+        parts.append(torch.as_tensor(logits).log_softmax(-1))
+        target.commit(state, len(rows))
+    return torch.cat(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.machine = machine()
+    models = {
+        name: specdec.load(options.model, drafter="none", dtype=dtype, activations=activations)
+        for name, (dtype, activations) in ARMS.items()
+    }
+    tokens = models["float32"].tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
+    predicted = 0
+    for start in range(0, len(tokens) - options.window + 1, options.window):
+        window = tokens[start : start + options.window]
+        following = torch.tensor(window[1:])
+        predicted += len(following)
+        exact = None
+        for name, model in models.items():
+            found = log_probs(model.target, window)
+            exact = found if exact is None else exact
+            sums[name] += torch.stack(
+                [
+                    -found.gather(1, following[:, None]).double().sum(),
+                    (exact.exp() * (exact - found)).double().sum(),
+                    (exact.argmax(-1) == found.argmax(-1)).double().sum(),
+                ]
+            )
+    arms = {
+        name: {
+            "perplexity": float((loss / predicted).exp()),
+            "divergence": float(off / predicted),
+            "same_best": float(same / predicted),
+            "weights": models[name].info.weights,
+        }
+        for name, (loss, off, same) in sums.items()
+    }
+    save({"model": options.model, "tokens": predicted, "arms": arms}, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+// Products of quantised weights with activations in int8 (`packed.h`). Reference: ReferenceOps with int8 activations.
+//
+// Activations: the unit of QUANTUM consecutive columns of a row is their largest magnitude over 127, and a column is the
+// nearest multiple of it, ties to even. Weights: (number - zero) * scale + offset, as in `packed.h`.
+//
+// Bits contract: products of numbers are summed over a cell, the columns of one group of weights and one quantum of
+// activations. These sums are exact, so neither the instruction nor the order matters. A cell's sum times the activations'
+// unit is then multiplied by the weights' scale and added to the output, after the product of the offset; cells in ascending
+// order. None of this depends on other rows. Instruction sets with fused multiply-add give the same bits.
+
+#include <algorithm>
+#include <numeric>
+
+#include "packed.h"
+
+namespace specdec {
+
+constexpr int32_t LARGEST_X = 127;
+
+// --- four products of bytes per lane --------------------------------------------------------------------------------
+//
+// Dot<SMALL> sums the products of numbers of weights, 0 .. 255 or below 16 if SMALL, with activations. BASE is subtracted
+// from the numbers. A lane is an output feature, and its four bytes are four columns.
+
+INLINE vi four(const int8_t* x) { return vi{} + load_as<int32_t>(x); }
+
+// GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
+// there are not enough registers.
+template <class V> INLINE V in_register(V a) {
+#if defined(__x86_64__)
+    asm("" : "+v"(a));
+#elif defined(__aarch64__)
+    asm("" : "+w"(a));
+#endif
+    return a;
+}
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#define SPECDEC_DOT(SUM, W, X) (vi)_mm512_dpbusd_epi32((__m512i)(SUM), (__m512i)(W), (__m512i)(X))
+#elif defined(__AVX2__) && !defined(__AVX512F__) && defined(__AVXVNNI__)
+#define SPECDEC_DOT(SUM, W, X) (vi)_mm256_dpbusd_avx_epi32((__m256i)(SUM), (__m256i)(W), (__m256i)(X))
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define SPECDEC_DOT(SUM, W, X) (vi)vusdotq_s32((int32x4_t)(SUM), (uint8x16_t)(W), (int8x16_t)(X))
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define SPECDEC_DOT(SUM, W, X) (vi)vdotq_s32((int32x4_t)(SUM), (int8x16_t)(W), (int8x16_t)(X))
+#define SPECDEC_SIGNED_DOT 1
+#elif defined(__AVX2__)
+#define SPECDEC_PAIRS 1
+#else
+INLINE vi dot_of_lanes(vi sum, vu w, vi x) {
+    for (int i = 0; i < 4; ++i) sum += (vi)(w >> 8 * i & 0xff) * (x << (24 - 8 * i) >> 24);
+    return sum;
+}
+#define SPECDEC_DOT(SUM, W, X) dot_of_lanes(SUM, W, X)
+#endif
+
+#ifdef SPECDEC_PAIRS
+#ifdef __AVX512F__
+typedef __m512i Bytes;
+INLINE Bytes pairs_of_bytes(Bytes w, Bytes x) { return _mm512_maddubs_epi16(w, x); }
+INLINE Bytes pairs_of_words(Bytes a, Bytes b) { return _mm512_madd_epi16(a, b); }
+INLINE Bytes sum_of_words(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
+INLINE Bytes magnitude(Bytes a) { return _mm512_abs_epi8(a); }
+INLINE Bytes with_sign(Bytes x, Bytes of) {
+    return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(of), _mm512_setzero_si512(), x);
+}
+#else
+typedef __m256i Bytes;
+INLINE Bytes pairs_of_bytes(Bytes w, Bytes x) { return _mm256_maddubs_epi16(w, x); }
+INLINE Bytes pairs_of_words(Bytes a, Bytes b) { return _mm256_madd_epi16(a, b); }
+INLINE Bytes sum_of_words(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
+INLINE Bytes magnitude(Bytes a) { return _mm256_abs_epi8(a); }
+INLINE Bytes with_sign(Bytes x, Bytes of) { return _mm256_sign_epi8(x, of); }
+#endif
+INLINE Bytes ones() { return (Bytes)(vu{} + 0x00010001u); }
+
+template <bool SMALL> struct Dot;
+template <> struct Dot<true> {  // in 16 bits: half of a quantum's products, two of them in each instruction
+    static_assert(QUANTUM / 2 * 15 * LARGEST_X <= INT16_MAX);
+    static constexpr int32_t BASE = 0;
+    typedef vu Weights;
+    static INLINE Weights weights(vu numbers) { return numbers; }
+    static INLINE vi begin(const int32_t*) { return vi{}; }
+    static INLINE vi add(vi sum, Weights w, vi x) {
+        return in_register((vi)sum_of_words((Bytes)sum, pairs_of_bytes((Bytes)w, (Bytes)x)));
+    }
+    static INLINE vi end(vi sum, const int32_t* start) { return (vi)pairs_of_words((Bytes)sum, ones()) + *start; }
+};
+template <> struct Dot<false> {  // magnitudes times activations with the weights' signs: pairs fit into 16 bits
+    static_assert(2 * 128 * LARGEST_X <= INT16_MAX);
+    static constexpr int32_t BASE = 128;
+    struct Weights {
+        Bytes numbers, size;
+    };
+    static INLINE Weights weights(vu numbers) {
+        const Bytes own = (Bytes)in_register(numbers ^ 0x80808080u);
+        return {own, (Bytes)in_register((vu)magnitude(own))};
+    }
+    static INLINE vi begin(const int32_t* start) { return vi{} + *start; }
+    static INLINE vi add(vi sum, Weights w, vi x) {
+        const Bytes pairs = pairs_of_bytes(w.size, with_sign((Bytes)x, w.numbers));
+        return in_register(sum + (vi)pairs_of_words(pairs, ones()));
+    }
+    static INLINE vi end(vi sum, const int32_t*) { return sum; }
+};
+#else
+#ifdef SPECDEC_SIGNED_DOT
+constexpr bool SIGNED_DOT = true;
+#else
+constexpr bool SIGNED_DOT = false;
+#endif
+template <bool SMALL> struct Dot {
+    static constexpr int32_t BASE = SIGNED_DOT && !SMALL ? 128 : 0;
+    typedef vu Weights;
+    static INLINE Weights weights(vu numbers) { return in_register(BASE ? numbers ^ 0x80808080u : numbers); }
+    static INLINE vi begin(const int32_t* start) { return vi{} + *start; }
+    static INLINE vi add(vi sum, Weights w, vi x) { return SPECDEC_DOT(sum, w, x); }
+    static INLINE vi end(vi sum, const int32_t*) { return sum; }
+};
+#endif
+
+// --- codes ----------------------------------------------------------------------------------------------------------
+
+struct NibbleCodes {  // that are the numbers
+    static constexpr int QUADS = 2;  // of columns in a word
+    static constexpr bool SMALL = true;
+    INLINE vu open(const char* p, int quad) const { return load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu; }
+};
+
+struct TableCodes {  // of four bits
+    static constexpr int QUADS = 2;
+    static constexpr bool SMALL = false;
+    ByteTable table;
+    explicit TableCodes(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
+    INLINE vu open(const char* p, int quad) const { return table[load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu]; }
+};
+
+struct ByteCodes {
+    static constexpr int QUADS = 1;
+    static constexpr bool SMALL = false;
+    INLINE vu open(const char* p, int) const { return load_as<vu>(p); }
+};
+
+// --- activations ----------------------------------------------------------------------------------------------------
+
+static bool small_numbers(const Packed& w) { return w.kind == NIBBLES && w.numbers.linear; }
+
+Form form_of(const Packed& w) {
+    const int32_t base = small_numbers(w) ? Dot<true>::BASE : Dot<false>::BASE;
+    return {std::gcd(w.group, QUANTUM), w.kind == NIBBLES, (w.numbers.zero + 1) / 2 - base};
+}
+
+// Eight columns in the order of their words.
+INLINE uint64_t in_words(uint64_t columns, bool nibbles) {
+    if (!nibbles)  // 0 2 1 3, 4 6 5 7
+        return (columns & 0xff0000ffff0000ff) | (columns & 0x0000ff000000ff00) << 8 | (columns >> 8 & 0x0000ff000000ff00);
+    uint64_t half[2] = {columns & 0xffffffff, columns >> 32};  // 0 4 1 5, 2 6 3 7
+    for (uint64_t& x : half) {
+        x = (x | x << 16) & 0x0000ffff0000ffff;
+        x = (x | x << 8) & 0x00ff00ff00ff00ff;
+    }
+    return half[0] | half[1] << 8;
+}
+
+INLINE int32_t sum_of(uint64_t columns) {
+    columns ^= 0x8080808080808080;  // plus 128 each
+    const uint64_t pairs = (columns & 0x00ff00ff00ff00ff) + (columns >> 8 & 0x00ff00ff00ff00ff);
+    return (int32_t)(pairs * 0x0001000100010001 >> 48) - 8 * 128;
+}
+
+template <class T>
+void quantise_row(const T* x, int64_t k, const Form& form, int8_t* out, float* units, int32_t* starts, float* sums) {
+    constexpr int VECTORS = (int)QUANTUM / W;
+    for (int64_t at = 0; at < k; at += QUANTUM) {
+        const int64_t n = std::min(QUANTUM, k - at);
+        vf values[VECTORS];
+        vi largest = {};
+        for (int i = 0; i < VECTORS; ++i) {
+            const int64_t left = n - i * W;
+            values[i] = left >= W ? load(x + at + i * W) : left > 0 ? load(x + at + i * W, (int)left) : vf{};
+            const vi size = (vi)values[i] & 0x7fffffff;
+            largest = size > largest ? size : largest;
+        }
+        int32_t top = 0;
+        for (int i = 0; i < W; ++i) top = std::max(top, largest[i]);
+        const bool finite = top < 0x7f800000;
+        const float magnitude = std::max(load_as<float>(&top), 0x1p-119f);  // so that the inverse is finite
+        const float unit = finite ? magnitude / LARGEST_X : NAN, inverse = LARGEST_X / magnitude;
+        int32_t numbers[QUANTUM], of_eight[QUANTUM / 8];
+        for (int i = 0; i < VECTORS; ++i) {
+            const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+            const vi rounded = finite ? (vi)(values[i] * inverse + magic) - (vi)magic : vi{};
+            std::memcpy(numbers + i * W, &rounded, sizeof rounded);
+        }
+        int8_t columns[QUANTUM];
+        uint64_t words[QUANTUM / 8];
+        for (int i = 0; i < QUANTUM; ++i) columns[i] = (int8_t)numbers[i];
+        for (int i = 0; i < QUANTUM / 8; ++i) {
+            const auto eight = load_as<uint64_t>(columns + 8 * i);
+            words[i] = in_words(eight, form.nibbles);
+            of_eight[i] = sum_of(eight);
+        }
+        std::memcpy(out + at, words, sizeof words);
+        for (int64_t i = 0; i < n; i += form.cell) {
+            const int32_t sum = std::accumulate(of_eight + i / 8, of_eight + (i + form.cell) / 8, 0);
+            *units++ = unit;
+            *starts++ = -form.zero * sum;
+            *sums++ = (float)sum * unit;
+        }
+    }
+}
+template void quantise_row(const bf16*, int64_t, const Form&, int8_t*, float*, int32_t*, float*);
+template void quantise_row(const float*, int64_t, const Form&, int8_t*, float*, int32_t*, float*);
+
+// --- products -------------------------------------------------------------------------------------------------------
+
+constexpr int INTEGER_ROWS = REGISTERS / 4;  // of the largest tile
+constexpr int64_t INTEGER_COLUMNS = 1024;  // read by all tiles of rows before the next ones: their weights stay in L1
+
+// Vectors of features summed at once with M rows, so that their sums take half of the registers.
+constexpr int integer_vectors(int M) {
+    int vectors = MAX_VECTORS;
+    while (vectors > 1 && M * vectors > REGISTERS / 2) vectors /= 2;
+    return vectors;
+}
+
+// What is added to (number - zero) * unit, where `zero` is a half: of HALVES.
+INLINE float centre_of(const Packed& w) { return w.centre + (w.numbers.zero % 2 ? w.numbers.unit : 0.0f); }
+
+// Adds the products of the groups from `begin` to `end` of a panel to out[m * out_stride + f], f < FEATURES, for M rows.
+// Prefetches codes `ahead` bytes after those being read, if any.
+template <class C, bool OFFSET, int M>
+__attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, const char* panel, int64_t begin, int64_t end,
+                                            const Activations<int8_t>& activations, float* out, int64_t out_stride,
+                                            int64_t ahead) {
+    constexpr int V = integer_vectors(M);
+    typedef Dot<C::SMALL> D;
+    const C own = codes;
+    const Activations<int8_t> x = activations;
+    const int64_t group = w.group, cell = std::gcd(group, QUANTUM), cells = group / cell, side_bytes = w.side();
+    const int64_t group_bytes = side_bytes + w.code_bytes(group);
+    const float unit = 2 * w.numbers.unit, centre = centre_of(w);
+    for (int64_t first = 0; first < FEATURES; first += V * W) {
+        vf total[M * V];
+#pragma GCC unroll 64
+        for (int i = 0; i < M * V; ++i) total[i] = load(out + i / V * out_stride + first + i % V * W);
+        for (int64_t g = begin; g < end; ++g) {
+            const char* side = panel + g * group_bytes;
+            vf scale[V], outer[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) {
+                const vf whole = load_side(w, side, first + v * W) * splat(w.factor);
+                scale[v] = whole * splat(unit);
+                if constexpr (!OFFSET) continue;
+                vf inner = splat(centre);
+                outer[v] = vf{};
+                if (w.offsets) (w.offsets == INNER ? inner : outer[v]) += load_side(w, side + side_bytes / 2, first + v * W);
+                outer[v] = fma(whole, inner, outer[v]);
+            }
+            const char* p = side + side_bytes + first * WORD;
+            const int8_t* from = x.x + g * group;
+            const int64_t columns = std::min(group, w.k - g * group);
+            int64_t at = g * cells;
+            for (int64_t k = 0; k < columns; k += cell, ++at) {
+                vi sum[M * V];
+#pragma GCC unroll 64
+                for (int i = 0; i < M * V; ++i) sum[i] = D::begin(x.starts + i / V * x.groups + at);
+                const auto word = [&]() __attribute__((always_inline)) {
+                    if (ahead)
+#pragma GCC unroll 8
+                        for (int64_t line = 0; line < V * W * WORD; line += 64) __builtin_prefetch(p + ahead + line);
+#pragma GCC unroll 2
+                    for (int quad = 0; quad < C::QUADS; ++quad, from += 4) {
+                        typename D::Weights weights[V];
+#pragma GCC unroll 8
+                        for (int v = 0; v < V; ++v) weights[v] = D::weights(own.open(p + v * W * WORD, quad));
+#pragma GCC unroll 8
+                        for (int m = 0; m < M; ++m) {
+                            const vi four_of_row = four(from + m * x.stride);
+#pragma GCC unroll 8
+                            for (int v = 0; v < V; ++v) sum[m * V + v] = D::add(sum[m * V + v], weights[v], four_of_row);
+                        }
+                    }
+                    p += FEATURES * WORD;
+                };
+                const int64_t width = std::min(cell, columns - k);
+                if (width == QUANTUM)
+                    for (int i = 0; i < QUANTUM / (4 * C::QUADS); ++i) word();
+                else
+                    for (int64_t i = 0; i < width; i += 4 * C::QUADS) word();
+#pragma GCC unroll 8
+                for (int m = 0; m < M; ++m) {
+                    const int64_t side_at = m * x.groups + at;
+                    const vf units = splat(x.units[side_at]);
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; ++v) {
+                        vf& own_total = total[m * V + v];
+                        if constexpr (OFFSET) own_total = fma(outer[v], splat(x.sums[side_at]), own_total);
+                        const vi whole = D::end(sum[m * V + v], x.starts + side_at);
+                        own_total = fma(scale[v], __builtin_convertvector(whole, vf) * units, own_total);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 64
+        for (int i = 0; i < M * V; ++i) store(total[i], out + i / V * out_stride + first + i % V * W);
+    }
+}
+
+template <class C>
+using IntegerTile = void (*)(const Packed&, const C&, const char*, int64_t, int64_t, const Activations<int8_t>&, float*,
+                             int64_t, int64_t);
+
+template <class C, size_t... I>
+INLINE IntegerTile<C> integer_tile_of(int64_t rows, bool offset, std::index_sequence<I...>) {
+    static constexpr IntegerTile<C> TILES[][sizeof...(I)] = {{integer_tile<C, false, (int)I + 1>...},
+                                                             {integer_tile<C, true, (int)I + 1>...}};
+    return TILES[offset][rows - 1];
+}
+
+template <class C>
+void integer_panel(const Packed& w, const C& codes, const char* panel, const Activations<int8_t>& x, int64_t rows,
+                   float* out, int64_t out_stride) {
+    constexpr int64_t AHEAD = 8192;  // bytes, as in packed.cpp
+    for (int64_t m = 0; m < rows; ++m) std::fill_n(out + m * out_stride, FEATURES, 0.0f);
+    const bool once = rows <= INTEGER_ROWS && integer_vectors((int)rows) == MAX_VECTORS;  // each weight is read once
+    const int64_t groups = w.groups(), at_once = once ? groups : INTEGER_COLUMNS / w.group;
+    for (int64_t g = 0; g < groups; g += at_once)
+        for (int64_t m = 0; m < rows;) {
+            const int64_t left = rows - m;
+            const int64_t tile = left <= INTEGER_ROWS ? left : left >= 2 * INTEGER_ROWS ? INTEGER_ROWS : (left + 1) / 2;
+            integer_tile_of<C>(tile, w.offsets || centre_of(w) != 0, std::make_index_sequence<INTEGER_ROWS>{})(
+                w, codes, panel, g, std::min(g + at_once, groups), x.from(m, 0, 0), out + m * out_stride, out_stride,
+                m ? 0 : AHEAD);
+            m += tile;
+        }
+}
+
+template <>
+void packed_products(const Packed& w, const Activations<int8_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
+                     int64_t out_stride) {
+    const auto run = [&]<class C>(const C& codes) {
+        for (int64_t f = 0; f < n; f += FEATURES)
+            integer_panel(w, codes, w.data() + (first + f) / FEATURES * w.panel_bytes(), x, rows, out + f, out_stride);
+    };
+    if (w.kind != NIBBLES)
+        run(ByteCodes{});
+    else if (w.numbers.linear)
+        run(NibbleCodes{});
+    else
+        run(TableCodes(w.numbers));
+}
+
+}  // namespace specdec
