@@ -80,6 +80,8 @@ def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32
     for key, value in (own | metadata).items():
         for values in writer.kv_data:
             values.pop(key, None)
+        if value is None:
+            continue
         kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, values in converted(config, arch, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}):

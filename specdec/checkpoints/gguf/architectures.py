@@ -29,6 +29,7 @@ KEYS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
+REALS = ("_eps", "_theta", "_freq", "_multiplier", "_scaling", "_factor")  # ends of keys that take any number
 REQUIRED = KEYS.keys() - {"intermediate_size", "num_key_value_heads", "head_dim", "rope_theta"}
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -198,8 +199,9 @@ def _grouped(stored: torch.Tensor, *, key_heads: int, ratio: int, axis: int = 0,
 
 def _qwen3_5(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
     """Value heads are dealt to the key heads in turn, unlike in the original, where each has a group of them."""
-    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    keys = 2 * key_heads * config["linear_key_head_dim"]
+    sizes = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    key_heads, value_heads, key_dim, value_dim = (config.get(size, 0) for size in sizes)
+    keys = 2 * key_heads * key_dim
     name = part.removesuffix(".weight").removeprefix("linear_attn.")
     skipped = {"in_proj_qkv": keys, "conv1d": keys, "in_proj_z": 0, "in_proj_a": 0, "in_proj_b": 0, "dt_bias": 0}
     change = _qwen3_next(part, config, kind)
@@ -207,7 +209,7 @@ def _qwen3_5(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
         return change
     group = functools.partial(_grouped, key_heads=key_heads, ratio=value_heads // key_heads)
     if name == "out_proj":
-        if config["linear_value_head_dim"] % BY_NAME[kind].values:
+        if value_dim % BY_NAME[kind].values:
             raise CheckpointError(
                 f"ssm_out is stored as {kind}, in blocks that are wider than a head, which is not read",
                 try_="a file in which it is stored as Q8_0, or a type without blocks of 256",
@@ -224,8 +226,10 @@ def _qwen3_5(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
 def _gemma3(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
     """The scale of attention scores follows from the size: the largest model has one of its own."""
     heads = config["num_attention_heads"]
-    largest = config["num_hidden_layers"] == 62 and heads
-    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if largest else config.get("head_dim")
+    if heads and (config["num_hidden_layers"] == 62 or "head_dim" not in config):
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads
+    else:
+        config["query_pre_attn_scalar"] = config.get("head_dim")
 
 
 def _delta(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
@@ -244,12 +248,14 @@ def _glm4_moe(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collec
 
 
 def _gating(config: dict[str, Any], metadata: Mapping[str, Any], *, usual: int) -> None:
-    config["scoring_func"] = "sigmoid" if metadata.get("expert_gating_func", usual) == 2 else "softmax"
+    kind = metadata.get("expert_gating_func", usual)
+    config["scoring_func"] = "sigmoid" if type(kind) is int and kind == 2 else "softmax"
 
 
 def _deepseek2(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
     """Sizes of a head: the keys of other families describe the absorbed form here."""
-    width, rotary = metadata.get("attention.key_length_mla", config.pop("head_dim", None)), config["qk_rope_head_dim"]
+    width, rotary = config.pop("head_dim", None), config.get("qk_rope_head_dim")
+    width = metadata.get("attention.key_length_mla", width)
     config["v_head_dim"] = metadata.get("attention.value_length_mla", metadata.get("attention.value_length"))
     if isinstance(width, int) and isinstance(rotary, int):
         config["qk_nope_head_dim"] = width - rotary

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REQUIRED, SQUEEZED, TOP
+from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REALS, REQUIRED, SQUEEZED, TOP
 from specdec.checkpoints.gguf.file import GgufFile, GgufTensor
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, shown
@@ -23,7 +23,7 @@ from specdec.errors import CheckpointError, shown
 # Keys that say what the tensors or other keys say too, or that a reader of the whole file needs not know
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SILENT = ("vocab_size", "rope.dimension_count", "attention.value_length")
-_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
+_NAME = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>.+)")
 # Ends of a turn or text that a file may not name as its end token; llama.cpp stops at them by their text too
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 
@@ -99,7 +99,7 @@ class _Reader:
             value = metadata.get(f"{self.prefix}.{name}")
             if value is None and key in REQUIRED:
                 raise self._error(f"lacks the key {self.prefix}.{name}")
-            if not isinstance(value, int | float | type(None)):
+            if not isinstance(value, (int | float if key.endswith(REALS) else int) | None):
                 raise self._error(f"has {shown(value)} under {self.prefix}.{name}, which takes a number")
             if value is not None:
                 config[key] = value
@@ -116,31 +116,36 @@ class _Reader:
         self._refuse_the_rest(own)
         return config
 
+    def _whole(self, name: str, default: int | None = None) -> int | None:
+        """The whole number under a key of the architecture."""
+        value = self.file.metadata.get(f"{self.prefix}.{name}", default)
+        if value is not None and type(value) is not int:
+            raise self._error(f"has {shown(value)} under {self.prefix}.{name}, which takes a whole number")
+        return value
+
     def _count_mtp(self, config: dict[str, Any]) -> None:
         """MTP layers are counted among the others."""
-        count = self.file.metadata.get(f"{self.prefix}.nextn_predict_layers", 0)
+        count, layers = self._whole("nextn_predict_layers", 0), config["num_hidden_layers"]
         if not self.architecture.mtp or not count:
             return
-        if type(count) is not int or type(layers := config["num_hidden_layers"]) is not int or not 0 < count < layers:
-            raise self._error(f"has {shown(count)} under {self.prefix}.nextn_predict_layers")
+        if not 0 < count < layers:
+            raise self._error(f"has {count} under {self.prefix}.nextn_predict_layers, of {layers} layers")
         config["num_hidden_layers"] = layers - count
         config[self.architecture.mtp] = count
 
     def _head_width(self, config: dict[str, Any]) -> int:
         """The number of rotated values, or of all values of a head."""
-        metadata, architecture = self.file.metadata, self.architecture
-        rotary = metadata.get(f"{self.prefix}.rope.dimension_count")
-        if "qk_rope_head_dim" in architecture.keys:
-            return rotary if type(rotary) is int else 0
-        heads = config["num_attention_heads"]
-        width = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
-        if architecture.partial and type(rotary) is int and 0 < rotary < width:
+        rotary, heads = self._whole("rope.dimension_count"), config["num_attention_heads"]
+        if "qk_rope_head_dim" in self.architecture.keys:
+            return rotary or 0
+        width: int = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
+        if self.architecture.partial and rotary is not None and 0 < rotary < width:
             config["partial_rotary_factor"] = rotary / width
         elif rotary not in (None, width):
             raise self._error(f"rotates {rotary} of {width} values of a head ({self.prefix}.rope.dimension_count)")
-        if metadata.get(f"{self.prefix}.attention.value_length", width) != width:
+        if self._whole("attention.value_length", width) != width:
             raise self._error(f"has values of another width than keys ({self.prefix}.attention.value_length)")
-        return int(width)
+        return width
 
     def _own_metadata(self) -> dict[str, Any]:
         """The architecture's keys, without its name."""
@@ -168,6 +173,8 @@ class _Reader:
         metadata, prefix = self.file.metadata, f"{self.prefix}.rope.scaling."
         scaling = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         kind = scaling.get("type", "none")
+        if not isinstance(kind, str):
+            raise self._error(f"has {shown(kind)} under {prefix}type, which takes a name")
         if "rope_freqs.weight" in self.file.tensors:
             config["rope_scaling"] = {"rope_type": "llama3", **self._llama3(config, width)}
         elif "rope_factors_short.weight" in self.file.tensors:
@@ -230,6 +237,8 @@ class _Reader:
                 at, shape = SQUEEZED[part], tensor.shape
                 tensor = attrs.evolve(tensor, shape=(*shape[:at], 1, *shape[at:]))
             change = self.architecture.changes(part, config, tensor.dtype)
+            if canonical in found:
+                raise self._error(f"holds the tensor {canonical} under two names, {shown(name)} the second")
             found[canonical] = tensor if change is None else attrs.evolve(tensor, change=change)
         return found
 
