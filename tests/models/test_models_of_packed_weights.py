@@ -196,9 +196,9 @@ def test_int8_activations_without_packed_integers_have_no_effect() -> None:
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_other_backends_refuse_int8_activations(backend: str) -> None:
+    choice = Choice(backend, _own_options(TargetConfig(activations="int8")))
     with pytest.raises(ConfigError, match="activations is unknown"):
-        options = _own_options(TargetConfig(activations="int8"))
-        registry().options(registry().backend(backend), Choice(backend, options), "target.backend_options")
+        registry().options(registry().backend(backend), choice, "target.backend_options")
 
 
 def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:
