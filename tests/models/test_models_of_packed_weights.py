@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import specdec
-from specdec.config import RunConfig, TargetConfig
+from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import Parity
-from specdec.errors import SessionFileError
-from specdec.models.loading import load_target
+from specdec.errors import ConfigError, SessionFileError
+from specdec.models.loading import _own_options, load_target
+from specdec.registry import registry
 from tests import tiny
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.quantised import mlx_layout
@@ -191,6 +192,13 @@ def test_the_reference_takes_int8_activations_too(monkeypatch: pytest.MonkeyPatc
 def test_int8_activations_without_packed_integers_have_no_effect() -> None:
     weights = specdec.load(activations="int8").info.weights
     assert weights.endswith("; float activations: none is of packed integers")
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_other_backends_refuse_int8_activations(backend: str) -> None:
+    choice = Choice(backend, _own_options(TargetConfig(activations="int8")))
+    with pytest.raises(ConfigError, match="activations is unknown"):
+        registry().options(registry().backend(backend), choice, "target.backend_options")
 
 
 def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ void quantise_row(const T* x, int64_t k, const Form& form, int8_t* out, float* u
         for (int i = 0; i < W; ++i) top = std::max(top, largest[i]);
         const bool finite = top < 0x7f800000;
         const float magnitude = std::max(load_as<float>(&top), 0x1p-119f);  // so that the inverse is finite
-        const float unit = finite ? magnitude / LARGEST_X : NAN, inverse = LARGEST_X / magnitude;
+        const float unit = magnitude / LARGEST_X, inverse = LARGEST_X / magnitude;
         int32_t numbers[QUANTUM], of_eight[QUANTUM / 8];
         for (int i = 0; i < VECTORS; ++i) {
             const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits

@@ -120,7 +120,8 @@ struct Form {
 Form form_of(const Packed& w);
 
 // A row in int8 as matrices of one form read it: the numbers [k, rounded up to whole quanta], and for every cell what 1
-// means, what a sum begins with and the sum of the numbers times what 1 means. A group with a number that is not finite has NaN as its unit.
+// means, what a sum begins with and the sum of the numbers times what 1 means. A number that is not finite makes its unit
+// so, and all products NaN.
 template <class T>
 void quantise_row(const T* x, int64_t k, const Form& form, int8_t* out, float* units, int32_t* starts, float* sums);
 
