@@ -343,7 +343,7 @@ class Run:
             except Exception as error:
                 if not failed:
                     end = process_time() + SHRINKING
-                failed.append((dict(case), Broken.by(error, {})))
+                failed.append(({name: case[name] for name in strategies}, Broken.by(error, {})))
                 raise failed[-1][1] from error
 
         try:
