@@ -38,6 +38,8 @@ def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | Non
     from specdec.measuring.prompts import load_prompts
 
     check_writable(file)
+    if file is not None and file.exists() and file.samefile(prompts_file):
+        raise UnsupportedError("the results would replace the prompts", file=file, try_="another file for -o")
     load_prompts(prompts_file)  # a mistake in it comes before the load
     import specdec
 
@@ -51,8 +53,11 @@ def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | Non
         def write(number: int, result: Result) -> None:
             nonlocal done
             data: dict[str, Any] = {"source": prompts[number].name, **result.to_dict()}
-            out.write(json.dumps(data) + "\n")
-            out.flush()
+            try:
+                out.write(json.dumps(data) + "\n")
+                out.flush()
+            except OSError as error:
+                raise _unwritable(file, error) from error
             done += 1
             advance(done, len(prompts))
 
@@ -65,4 +70,8 @@ def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:
     try:
         return file.open("w", encoding="utf-8")
     except OSError as error:
-        raise UnsupportedError(f"the results cannot be written: {error.strerror or error}", file=file) from error
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: pathlib.Path | None, error: OSError) -> UnsupportedError:
+    return UnsupportedError(f"the results cannot be written: {error.strerror or error}", file=file or "standard output")

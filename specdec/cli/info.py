@@ -152,7 +152,7 @@ def _words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if not isinstance(value, list | tuple):
-        return str(value)
+        return str(value) or "none"
     if len(value) > 4 and all(isinstance(number, int | float) for number in value):
         return f"{len(value)} numbers from {value[0]:g} to {value[-1]:g}"
     counted = collections.Counter(map(_words, value))

@@ -49,8 +49,8 @@ def _vllm(config: RunConfig, names: Sequence[str], host: str, port: int, start: 
 
 
 def served_name(model: str) -> str:
-    """The name of a model in requests: of a folder, its last part, because a path is nobody else's business."""
-    return pathlib.Path(model).resolve().name if model != "demo" and pathlib.Path(model).is_dir() else model
+    """The name of a model in requests: of a folder or file, its last part, because a path is nobody else's business."""
+    return pathlib.Path(model).resolve().name if model != "demo" and pathlib.Path(model).exists() else model
 
 
 @click.command()

@@ -25,7 +25,7 @@ class Batch:
     """Generations over one target. They join and leave between ticks, and each has the tokens that it has alone.
 
     Prompts run in chunks, one chunk of one generation per tick, so that a long prompt delays no other generation by
-    more than a chunk. A generation that fails leaves the others alone.
+    more than a chunk. The shortest prompt and the oldest take turns. A generation that fails leaves the others alone.
 
     Attributes:
         running: generations that have not ended, in the order in which they joined.
@@ -37,7 +37,8 @@ class Batch:
         self.running: list[Stream] = []
         self.failures: dict[Stream, Exception] = {}
         self.rows = 0
-        self._prompts: set[Stream] = set()  # that have not run yet
+        self._prompts: list[Stream] = []  # whose prompts have yet to run, in the order in which they joined
+        self._oldest = False  # whether the last chunk was of the oldest one
         self._outputs: dict[Stream, ForwardOutput | BaseException] = {}
         self._times: dict[int, _Times] = {}  # by number of generations in a pass
         self._prices = _Prices()
@@ -45,15 +46,17 @@ class Batch:
     def add(self, stream: Stream) -> None:
         """Let a generation join."""
         self.running.append(stream)
-        self._prompts.add(stream)
+        self._prompts.append(stream)
 
     def tick(self) -> list[tuple[Stream, str]]:
         """Run one pass for all; returns the texts that came, each with its generation. Ended ones leave."""
         texts: list[tuple[Stream, str]] = []
         requests: dict[Stream, PassRequest] = {}
-        chunk_ran = False
+        if self._prompts:
+            self._oldest = not self._oldest
+        chosen = next(iter(self._prompts if self._oldest else sorted(self._prompts, key=lambda one: one.waiting)), None)
         for stream in list(self.running):
-            if chunk_ran and stream in self._prompts:
+            if stream in self._prompts and stream is not chosen and not stream.stopping:
                 continue
             try:
                 step = stream.step(self._outputs.pop(stream, None))
@@ -68,16 +71,16 @@ class Batch:
             else:
                 if isinstance(step, PassRequest):
                     requests[stream] = step
-                    self._prompts.discard(stream)
-                else:
-                    chunk_ran = True
+                if stream in self._prompts and not stream.waiting:
+                    self._prompts.remove(stream)
         self.rows = sum(len(request.tokens) for request in requests.values())
         self._outputs = dict(zip(requests, self._run(list(requests.values())), strict=True))
         return texts
 
     def _leave(self, stream: Stream) -> None:
         self.running.remove(stream)
-        self._prompts.discard(stream)
+        if stream in self._prompts:
+            self._prompts.remove(stream)
 
     def _run(self, requests: list[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
         """Run all requests in one pass, or one after another where that was faster or could change bits."""

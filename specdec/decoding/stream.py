@@ -169,6 +169,11 @@ class Stream:
         return list(self._prompt)
 
     @property
+    def waiting(self) -> int:
+        """Tokens of the prompt that have yet to run."""
+        return max(len(self._sequence.tokens) - 1 - self._sequence.state.length, 0)
+
+    @property
     def finished(self) -> bool:
         """Whether the generation is over (also after an error, which leaves the session usable)."""
         return inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED

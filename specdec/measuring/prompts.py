@@ -69,12 +69,12 @@ def own_prompts() -> dict[str, list[Prompt]]:
 
 @checked(PromptError)
 def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prompt]]:
-    """Read a user's file: JSON lines with ``class`` and ``prompt`` (and ``chat``), or plain text, one prompt per line.
+    """Read a user's file: JSON lines with ``prompt`` (and ``class`` and ``chat``), or plain text, one prompt per line.
 
-    A file is JSON lines if its name ends in ``.jsonl`` or its first line is a JSON object. Empty lines are skipped.
-    Plain-text prompts all belong to the class ``prompts``. A prompt whose line does not say is a message if ``chat`` is
-    true or its class is ``verbose-thinking`` or ``instruction``; messages go through the checkpoint's chat template if
-    there is one.
+    A file is JSON lines if its name ends in ``.jsonl`` or its first line begins with ``{``. Empty lines are skipped.
+    Prompts without a class, plain text included, belong to the class ``prompts``. A prompt whose line does not say is a
+    message if ``chat`` is true or its class is ``verbose-thinking`` or ``instruction``; messages go through the
+    checkpoint's chat template if there is one.
 
     Raises: PromptError naming the file, and the line of a bad prompt.
     """
@@ -91,7 +91,7 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise PromptError("the prompt file has no prompt", file=file, try_=f"a line such as {EXAMPLE}")
-    json_lines = file.suffix == ".jsonl" or isinstance(_parsed(lines[0][1]), dict)
+    json_lines = file.suffix == ".jsonl" or lines[0][1].lstrip().startswith("{")
     prompts: dict[str, list[Prompt]] = {}
     for number, line in lines:
         source = f"{file.name}, line {number}"
@@ -99,7 +99,7 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
             data = _parsed(line)
             if wrong := _wrong(data, line):
                 raise PromptError(wrong, file=file, line=number, try_=EXAMPLE)
-            kind = data["class"].strip()
+            kind = data.get("class", PLAIN_CLASS).strip()
             prompt = Prompt(
                 kind=kind, text=data["prompt"], chat=data.get("chat", chat or kind in CHAT_CLASSES), source=source
             )
@@ -125,9 +125,10 @@ def _wrong(data: Any, line: str) -> str:
         return f"a line of the prompt file is not a JSON object: {line.strip()[:40]}"
     for key in data.keys() - KEYS:
         return f"a prompt has the keys {', '.join(KEYS)}, got {shown(key, 40)}.{did_you_mean(key, KEYS)}"
-    for key in ("class", "prompt"):
-        if not isinstance(data.get(key), str) or not data[key].strip():
-            return f"{key!r} is a string that is not empty, got {shown(data.get(key), 40)}"
+    for key, default in (("prompt", ""), ("class", PLAIN_CLASS)):
+        value = data.get(key, default)
+        if not isinstance(value, str) or not value.strip():
+            return f"{key!r} is a string that is not empty, got {shown(value if key in data else None, 40)}"
     if not isinstance(chat := data.get("chat", False), bool):
         return f"'chat' is true or false, got {shown(chat, 40)}"
     return ""

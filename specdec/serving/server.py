@@ -112,7 +112,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.engine.close()
         if self.engine.busy and self.grace:
-            self.say(f"waiting up to {self.grace:g} s for the running answer; Ctrl-C again ends it")
+            self.say(f"waiting up to {self.grace:g} s for running answers; Ctrl-C again ends them")
         asyncio.get_running_loop().call_later(self.grace, self.engine.stop)
         await super().shutdown(sockets)
         self.engine.stop()

@@ -107,6 +107,7 @@ BEFORE_LOADING = [
     ("check ngram --seed " + HUGE, "--seed"),
     ("batch demo", "Missing option '--prompts'"),
     ("batch demo --prompts missing.txt", "the prompt file cannot be read"),
+    ("batch demo --prompts text -o text", "the results would replace the prompts"),
     ("batch demo --prompts text -o missing/out.jsonl", "no folder to write the file into"),
     ("vocab demo -o v.json", "either --text or --generate"),
     ("vocab demo -o v.json --text text --generate text", "either --text or --generate"),

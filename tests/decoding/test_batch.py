@@ -250,6 +250,29 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(
         assert sum(s._stats.prefilled for s in running.running) <= prefilled + 8
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the long one starve while short ones keep coming."""
+    monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
+    target = make_target("qwen3", **SHAPES["qwen3"])
+    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target)
+    running, long = Batch(), lm.stream(list(range(100)), max_new_tokens=4, ignore_eos=True)
+    running.add(long)
+    running.tick()
+    for _ in range(20):
+        short = lm.stream([1, 2, 3], max_new_tokens=2, ignore_eos=True)
+        running.add(short)
+        before = long.waiting
+        for _ in range(5):
+            running.tick()
+        assert short.finished
+        assert long.waiting < before or not before
+    while running.running:
+        running.tick()
+    assert long.result.tokens == lm.generate(list(range(100)), max_new_tokens=4, ignore_eos=True).tokens
+
+
 def test_generate_batch_keeps_at_most_so_many_and_names_each(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:

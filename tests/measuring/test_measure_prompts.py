@@ -52,6 +52,7 @@ def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
     [
         ("{", "not JSON"),
         ("[1, 2]", "not a JSON object"),
+        ('{"prompt": 5}', "'prompt' is a string that is not empty, got 5"),
         ('{"class": "mail"}', "'prompt' is a string that is not empty, got None"),
         ('{"class": "mail", "prompt": " "}', "'prompt' is a string that is not empty"),
         ('{"class": 3, "prompt": "a"}', "'class' is a string that is not empty, got 3"),
