@@ -47,31 +47,25 @@ def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | Non
         lm = specdec.load(config=config)
     messages = are_messages(lm, chat)
     prompts = [prompt for group in load_prompts(prompts_file, chat=messages).values() for prompt in group]
-    with _opened(file) as out, output.progress("reading prompts", silent=file is None, then="prompts") as advance:
-        done = 0
+    encoded = [prompt.encode(lm.tokenizer) for prompt in prompts]
+    done = 0
+    try:
+        with _opened(file) as out, output.progress("reading prompts", silent=file is None, then="prompts") as advance:
 
-        def write(number: int, result: Result) -> None:
-            nonlocal done
-            data: dict[str, Any] = {"source": prompts[number].name, **result.to_dict()}
-            try:
+            def write(number: int, result: Result) -> None:
+                nonlocal done
+                data: dict[str, Any] = {"source": prompts[number].name, **result.to_dict()}
                 out.write(json.dumps(data) + "\n")
                 out.flush()
-            except OSError as error:
-                raise _unwritable(file, error) from error
-            done += 1
-            advance(done, len(prompts))
+                done += 1
+                advance(done, len(prompts))
 
-        lm.generate_batch([prompt.encode(lm.tokenizer) for prompt in prompts], max_batch=max_batch, on_result=write)
+            lm.generate_batch(encoded, max_batch=max_batch, on_result=write)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the results cannot be written: {error.strerror or error}", file=file or "standard output"
+        ) from error
 
 
 def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:
-    if file is None:
-        return contextlib.nullcontext(sys.stdout)
-    try:
-        return file.open("w", encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(file, error) from error
-
-
-def _unwritable(file: pathlib.Path | None, error: OSError) -> UnsupportedError:
-    return UnsupportedError(f"the results cannot be written: {error.strerror or error}", file=file or "standard output")
+    return contextlib.nullcontext(sys.stdout) if file is None else file.open("w", encoding="utf-8")

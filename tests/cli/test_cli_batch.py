@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
+import pytest
 from click.testing import CliRunner
 
 import specdec
@@ -24,3 +26,14 @@ def test_every_prompt_has_a_line_with_its_own_result(tmp_path):
     lm = specdec.load("demo")
     for line, prompt in prompts.items():
         assert lines[f"p.txt, {line}"]["tokens"] == list(lm.generate(prompt, max_new_tokens=12).tokens)
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="not Linux")
+def test_a_full_disk_is_told_in_a_sentence(tmp_path):
+    (tmp_path / "p.txt").write_text("hello\n")
+    done = CliRunner().invoke(
+        main, ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "-o", "/dev/full", "-n", "4"]
+    )
+    assert done.exit_code == 2
+    assert "the results cannot be written: No space left on device" in done.output
+    assert "Traceback" not in done.output
