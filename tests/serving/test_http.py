@@ -253,7 +253,7 @@ def test_a_client_that_goes_away_frees_its_turn(server, how):
 
 @pytest.mark.slow
 def test_a_full_queue_is_said_and_a_waiting_client_may_go(server):
-    with serving("--queue", 1, key="a-secret") as small, contextlib.ExitStack() as stack:
+    with serving("--queue", 1, "--parallel", 1, key="a-secret") as small, contextlib.ExitStack() as stack:
         for _ in range(2):
             connection = stack.enter_context(small.connection())
             connection.request("POST", TEXT, json.dumps(LONG), {**JSON, "Authorization": "Bearer a-secret"})
@@ -340,7 +340,11 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(server):
 @pytest.mark.slow
 @pytest.mark.parametrize(("grace", "ends"), [(60, "[DONE]"), (0, "the server shut down after")])
 def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
-    with serving("--grace", grace) as server, server.connection() as runs, server.connection() as waits:
+    with (
+        serving("--parallel", 1, "--grace", grace) as server,
+        server.connection() as runs,
+        server.connection() as waits,
+    ):
         runs.request("POST", TEXT, json.dumps({**LONG, "max_tokens": 1500}), JSON)
         answer = runs.getresponse()
         answer.read(1)
@@ -351,13 +355,13 @@ def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
         check_error(refused.status, refused.read(), {503})
         assert ends in answer.read().decode().strip().split("\n\n")[-1]
         server.process.wait(HUNG)  # a second signal would end it at once
-        assert ("waiting up to 60 s for the running answer" in server.process.stderr.read()) == bool(grace)
+        assert ("waiting up to 60 s for running answers" in server.process.stderr.read()) == bool(grace)
 
 
 STUCK = """
 import time, specdec.serving.engine as engine, specdec.serving.server as server
 server.STOP_SECONDS = 1
-engine.Engine._generate = lambda *_: time.sleep(10_000)
+engine.Batch.tick = lambda *_: time.sleep(10_000)
 """
 
 

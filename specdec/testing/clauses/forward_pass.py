@@ -542,6 +542,8 @@ def batches(subject: ForwardPassSubject, run: Run) -> None:
         states = [target.prefilled(int(rng.integers(target.length // 2)), needs=needs) for _ in range(2 + number % 4)]
         for _ in range(3):
             places = [state.length for state in states]
+            if max(places) >= target.length:
+                break
             rows = [int(rng.integers(1, 1 + min(target.info.max_rows, target.length - at))) for at in places]
             texts = [target.text[at : at + count] for at, count in zip(places, rows, strict=True)]
             outputs = target.model.decode_batch(list(zip(states, texts, strict=True)))
