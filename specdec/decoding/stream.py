@@ -102,10 +102,16 @@ class Stream:
     def __next__(self) -> str:
         self.check_idle()
         with self._alone:
-            step: str | PassRequest = ""
-            while not step or isinstance(step, PassRequest):
-                step = self.step(step.run() if isinstance(step, PassRequest) else None)
-            return step
+            while not (text := self._go_on()):
+                pass
+            return text
+
+    def _go_on(self) -> str:
+        """Run passes up to the next text, which is empty where a chunk of the prompt has run."""
+        step = self.step()
+        while isinstance(step, PassRequest):
+            step = self.step(step.run())
+        return step
 
     def step(self, output: ForwardOutput | BaseException | None = None) -> str | PassRequest:
         """Go on to the next text or the next pass; for a driver, which no other thread may share.
@@ -154,9 +160,8 @@ class Stream:
         """``close`` for the session, which is used by this thread already."""
         self.stopping = True
         with contextlib.suppress(StopIteration):
-            step = self.step()
             while True:
-                step = self.step(step.run() if isinstance(step, PassRequest) else None)
+                self._go_on()
 
     def check_idle(self) -> None:
         """Raises: StateError inside a cycle, where ``on_cycle`` or another thread called."""

@@ -472,11 +472,7 @@ class AdaptivePolicy(DepthPolicy):
     def reason(self) -> str:
         """Why the depth is 0, or an empty string."""
         if self._depth or self._trials.opening:
-            return (
-                ""
-                if self._budget.affords
-                else f"drafts have lost {SHARE:.0%} of the time so far and wait for their next trial"
-            )
+            return "" if self._budget.affords else "drafting has lost what it may for now; it is tried again later"
         rates = self._rates.by_depth
         best = max(range(1, len(rates)), key=lambda depth: rates[depth])
         return (

@@ -121,6 +121,13 @@ def test_each_generation_of_a_batch_is_the_one_alone(made: tuple[Any, Any], aske
     check(*made, asked, together)
 
 
+@pytest.fixture
+def small(checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]) -> Callable[..., Any]:
+    """``small(drafter)``: a language model of attention layers only."""
+    folder, target = checkpoint("qwen3", **SHAPES["qwen3"]), make_target("qwen3", **SHAPES["qwen3"])
+    return lambda drafter=None: tiny.make_lm(folder, target, drafter)
+
+
 BATCH = [
     Asked(prompt=[3 + n, 9, 8, 9, 8][: 2 + n % 4], settings={"max_new_tokens": 12}, depth=3, tick=0, leaves=None)
     for n in range(4)
@@ -182,20 +189,14 @@ def test_where_rows_never_vary_each_costs_the_mean() -> None:
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-def test_mutants_are_found(
-    checkpoint: Callable[..., pathlib.Path],
-    make_target: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    mutant: str | None,
-) -> None:
-    target = make_target("qwen3", **SHAPES["qwen3"])
-    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target, lambda env: NgramDrafter(NgramConfig()))
+def test_mutants_are_found(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mutant: str | None) -> None:
+    lm = small(lambda env: NgramDrafter(NgramConfig()))
     if mutant is None:
-        check(lm, target, BATCH, [True])
+        check(lm, lm.target, BATCH, [True])
         return
     MUTANTS[mutant](monkeypatch)
     with pytest.raises(AssertionError):
-        check(lm, target, BATCH, [True])
+        check(lm, lm.target, BATCH, [True])
 
 
 class Failing(Drafter):
@@ -210,12 +211,9 @@ class Failing(Drafter):
         return Draft(tuple(context[-1:] * depth))
 
 
-def test_a_failure_of_one_leaves_the_others_alone(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
+def test_a_failure_of_one_leaves_the_others_alone(small: Callable[..., Any]) -> None:
     """A drafter that fails is off for its own sequence; a pass that fails ends its own generation."""
-    target = make_target("qwen3", **SHAPES["qwen3"])
-    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target, lambda env: Failing())
+    lm = small(lambda env: Failing())
     streams = [lm.stream([5 + n, 7], max_new_tokens=12) for n in range(3)]
     alone = [lm.generate([5 + n, 7], max_new_tokens=12).tokens for n in range(3)]
     running = Batch()
@@ -232,11 +230,10 @@ def test_a_failure_of_one_leaves_the_others_alone(
 
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
-    target = make_target("qwen3", **SHAPES["qwen3"])
-    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target)
+    lm = small()
     running, other = Batch(), lm.stream([1, 2], max_new_tokens=30, depth=0)
     running.add(other)
     while len(other._sequence.tokens) == 2:
@@ -251,12 +248,11 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does the long one starve while short ones keep coming."""
     monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
-    target = make_target("qwen3", **SHAPES["qwen3"])
-    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target)
+    lm = small()
     running, long = Batch(), lm.stream(list(range(100)), max_new_tokens=4, ignore_eos=True)
     running.add(long)
     running.tick()
@@ -273,11 +269,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
     assert long.result.tokens == lm.generate(list(range(100)), max_new_tokens=4, ignore_eos=True).tokens
 
 
-def test_generate_batch_keeps_at_most_so_many_and_names_each(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    target = make_target("qwen3", **SHAPES["qwen3"])
-    lm = tiny.make_lm(checkpoint("qwen3", **SHAPES["qwen3"]), target)
+def test_generate_batch_keeps_at_most_so_many_and_names_each(small: Callable[..., Any]) -> None:
+    lm = small()
     begun: list[int] = []
 
     def start(number: int) -> Callable[[], Stream]:
