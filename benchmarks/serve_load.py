@@ -1,7 +1,8 @@
-"""Load `specdec serve`: what it adds to a token's time, and hours of use in minutes.
+"""Load `specdec serve`: what it adds to a token's time, hours of use in minutes, and llama.cpp's server beside it.
 
     python -m benchmarks.serve_load overhead [--tokens 1024] [--repeats 51]
     python -m benchmarks.serve_load load [--minutes 10] [--clients 4]
+    python -m benchmarks.serve_load peer --model FILE.gguf --llama-server PATH [--sizes 1 4 8] [--tokens 128]
 
 ``overhead`` compares a generation in this process with the same one streamed by a server, in turns: wall-clock time
 from the request to the last byte, and the processor time of this process or of the server. Where other programs run,
@@ -10,31 +11,40 @@ processor time spreads less. A request of one token gives what is paid once, the
 ``load`` sends generations, cancellations and malformed bodies from several clients at once, compares every text with
 that of a generation alone, and watches the server's memory and queue. Its exit status is 1 if a text is wrong, a
 malformed body is not refused, memory grows by more than 2 % after the first minute, or the server ends.
+
+``peer`` lets 1, 4 and 8 clients ask both servers, in turns, for the prompts of ``tasks.jsonl``, with as many places in
+each server as clients. Its exit status is 1 if a text of ours depends on the number of clients.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import pathlib
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+import attrs
 
 import specdec
 from benchmarks.common import call, machine, resident, save
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = ("Name three colours.", "Write a Python function that adds two numbers.", "Tell me about railways.")
+TASKS = pathlib.Path(__file__).with_name("tasks.jsonl")
 MALFORMED = (
     b"{",
     b"[]",
@@ -48,16 +58,22 @@ MALFORMED = (
 
 
 @contextlib.contextmanager
-def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server at a free port: its host and port, and its process."""
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", *options]
+def running(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        yield urlsplit(process.stdout.readline().strip()).netloc, process
+        yield process
     finally:
         process.terminate()
         process.wait()
+
+
+@contextlib.contextmanager
+def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server at a free port: its host and port, and its process."""
+    with running(sys.executable, "-m", "specdec", "serve", "--port", "0", *options) as process:
+        assert process.stdout is not None
+        yield urlsplit(process.stdout.readline().strip()).netloc, process
 
 
 def cpu_seconds(pid: int) -> float:
@@ -231,6 +247,94 @@ def load(minutes: float, clients: int) -> dict[str, Any]:
     }
 
 
+# --- llama.cpp's server beside ours ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def llama_server(program: str, model: str, places: int) -> Iterator[str]:
+    """llama.cpp's server with this many slots of 2,048 tokens: its host and port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    threads = str(os.cpu_count())
+    shape = ("-np", str(places), "-c", str(2048 * places), "-t", threads, "-tb", threads)
+    with running(program, "-m", model, *shape, "--port", port, "--log-disable"):
+        host = f"127.0.0.1:{port}"
+        while True:
+            with contextlib.suppress(OSError):
+                if call(host, "GET", "/health")[0] == 200:
+                    break
+            time.sleep(0.2)
+        yield host
+
+
+@attrs.define
+class Answer:
+    """One streamed answer. Times in seconds: to the first text, and from each text to the next."""
+
+    text: str
+    tokens: int
+    first: float
+    gaps: list[float]
+
+
+def ask(host: str, prompt: str, tokens: int) -> Answer:
+    """Stream the greedy answer to a prompt."""
+    asked = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0.0}
+    body = json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}})
+    connection = http.client.HTTPConnection(host, timeout=600.0)
+    started, texts, times, count = time.perf_counter(), [], [], 0
+    with contextlib.closing(connection):
+        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            count = (event.get("usage") or {}).get("completion_tokens", count)
+            text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            if text:
+                texts.append(text)
+                times.append(time.perf_counter())
+    return Answer("".join(texts), count, times[0] - started, [b - a for a, b in itertools.pairwise(times)])
+
+
+def clients_at_once(host: str, prompts: Sequence[str], clients: int, tokens: int) -> tuple[list[Answer], float]:
+    """All answers, and the seconds that this many clients took to get them."""
+    started = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(lambda prompt: ask(host, prompt, tokens), prompts))
+    return answers, time.perf_counter() - started
+
+
+def peer(model: str, program: str, sizes: Sequence[int], tokens: int) -> dict[str, Any]:
+    """Tokens per second in sum, and milliseconds to the first and from one text to the next, by number of clients."""
+    tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
+    kinds = {task["class"]: [other["prompt"] for other in tasks if other["class"] == task["class"]] for task in tasks}
+    mixed = [prompt for group in zip(*kinds.values(), strict=False) for prompt in group][: max(sizes) * 2]
+    texts: dict[str, str] = {}
+    found: dict[str, Any] = {"model": pathlib.Path(model).name, "tokens": tokens, "prompts": len(mixed), "equal": True}
+    for size in sizes:
+        prompts = mixed[: max(size * 2, 4)]
+        with (
+            server(model, "--parallel", str(size), "--keep", "0", "--queue", "64") as (ours, _),
+            llama_server(program, model, size) as theirs,
+        ):
+            for name, host in (("specdec", ours), ("llama.cpp", theirs)):
+                clients_at_once(host, ["Say hello."] * size, size, 8)
+                answers, seconds = clients_at_once(host, prompts, size, tokens)
+                gaps = sorted(gap for answer in answers for gap in answer.gaps)
+                firsts = sorted(answer.first for answer in answers)
+                found[f"{name}, {size} clients"] = {
+                    "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
+                    "first_ms_p50_p95": [1e3 * firsts[int(share * (len(firsts) - 1))] for share in (0.5, 0.95)],
+                    "gap_ms_p50_p95": [1e3 * gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.95)],
+                }
+                if name == "specdec":
+                    for prompt, answer in zip(prompts, answers, strict=True):
+                        found["equal"] &= texts.setdefault(prompt, answer.text) == answer.text
+    return found
+
+
 def metric(host: str, name: str) -> float:
     """A line of /metrics."""
     text = call(host, "GET", "/metrics")[1].decode()
@@ -239,17 +343,24 @@ def metric(host: str, name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "load"))
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("what", choices=("overhead", "load", "peer"))
+    parser.add_argument("--tokens", type=int)
     parser.add_argument("--repeats", type=int, default=51)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--model")
+    parser.add_argument("--llama-server")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     options.machine = machine()
     if options.what == "overhead":
-        save(overhead(options.tokens, options.repeats), options)
+        save(overhead(options.tokens or 1024, options.repeats), options)
         return
+    if options.what == "peer":
+        result = peer(options.model, options.llama_server, options.sizes, options.tokens or 128)
+        save(result, options)
+        sys.exit(0 if result["equal"] else 1)
     result = load(options.minutes, options.clients)
     save(result, options)
     sys.exit(0 if result["passed"] else 1)

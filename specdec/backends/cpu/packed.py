@@ -1,7 +1,8 @@
 """Repack quantised weights for the CPU kernels: every file format becomes one layout (``kernels/packed.h``).
 
-A weight is ``(value(code) + centre + inner) * scale * factor + outer``. Codes of up to four bits index 16 values. Wider
-ones become a sign bit and one of 128 magnitudes: integers, integers plus one half, or those of e4m3.
+A weight is ``(value(code) + centre + inner) * scale * factor + outer``. Codes of up to four bits index 16 values. Codes
+of five and six bits that count up keep their width. Others become a sign bit and one of 128 magnitudes: integers,
+integers plus one half, or those of e4m3. Scales and offsets keep the narrowest dtype that holds them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 FORMATS = frozenset({"fp8-block", "fp8", "nvfp4", "mxfp4", "mlx-affine", "int", "gguf"})
 HEADER, MAX_GROUP, COLUMNS = 512, 128, 8  # kernels/packed.h; columns of a word, of which groups and rows are multiples
 _INNER, _OUTER = 1, 2
-_NIBBLES, _INTEGERS, _HALVES, _E4M3 = range(4)
+_NIBBLES, _INTEGERS, _HALVES, _E4M3, _FIVES, _SIXES = range(6)
+_SPLIT = {32: (_FIVES, 32), 64: (_SIXES, 16)}  # by number of values: the kind, and its columns per step
+_SIDES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _MAGNITUDES = {
     _INTEGERS: torch.arange(128, dtype=torch.float32),
     _HALVES: torch.arange(128, dtype=torch.float32) + 0.5,
@@ -36,7 +39,7 @@ class _Header(ctypes.Structure):
     """``Packed`` of kernels/packed.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "k", "group", "kind", "wide", "offsets", "int8")),
+        *((name, ctypes.c_int64) for name in ("n", "k", "group", "kind", "sides", "shift", "offsets", "int8")),
         ("factor", ctypes.c_float),
         ("centre", ctypes.c_float),
         ("values", ctypes.c_uint16 * 128),
@@ -71,7 +74,7 @@ class Packer:
     def __init__(self, kernels: Kernels, threads: Threads, *, int8: bool = False) -> None:
         self._int8 = int8
         self._bytes = kernels.function("packed_bytes", "p", ctypes.c_int64)
-        self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppiiip", threads=threads)
+        self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppppiiip", threads=threads)
         self._is_file = kernels.function("is_file", "pi", ctypes.c_int64)
         self._release = kernels.function("release_pages", "pi")
         self._pack_rows = Kernel(kernels, "pack_rows", "ppp", threads=threads)
@@ -81,24 +84,25 @@ class Packer:
         rows, columns = matrix.shape
         width = matrix.meta["block_columns"]
         group = _group(min(width, columns) if width >= columns else width)
-        translated = _translated(_used(matrix))
+        translated = _translated(_used(matrix), group or 0)
         if not rows or not columns or columns % COLUMNS or group is None or translated is None:
             return None
-        scale = matrix.parts["scale"].to(torch.float32).contiguous()
-        offset, mode = matrix.parts.get("bias"), _OUTER
+        scale, unit = matrix.parts["scale"], matrix.parts.get("scale_unit")
+        offset, offset_unit, mode = matrix.parts.get("bias"), matrix.parts.get("bias_unit"), _OUTER
         if offset is None and "offset" in matrix.parts:
             offset, mode = -matrix.parts["offset"], _INNER
         elif "offset" in matrix.parts:
             return None
-        if offset is not None:
-            offset = offset.to(torch.float32).contiguous()
+        sides = _sides([part for part in (scale, offset) if part is not None])
+        scale, offset = scale.to(sides).contiguous(), None if offset is None else offset.to(sides).contiguous()
         factor = matrix.parts.get("global_scale")
         header = _Header(
             n=rows,
             k=columns,
             group=group,
             kind=translated.kind,
-            wide=not all(_narrow(part) for part in (scale, offset) if part is not None),
+            sides=_SIDES.index(sides),
+            shift=0 if unit is None else (scale.shape[1] // unit.shape[1]).bit_length() - 1,
             offsets=0 if offset is None else mode,
             int8=self._int8,
             factor=1.0 if factor is None else float(factor),
@@ -114,8 +118,7 @@ class Packer:
             codes.stride(0) * codes.element_size(),
             matrix.meta["bits"],
             translated.internal.data_ptr(),
-            scale.data_ptr(),
-            0 if offset is None else offset.data_ptr(),
+            *(0 if part is None else part.data_ptr() for part in (scale, offset, unit, offset_unit)),
             matrix.meta["block_rows"],
             width,
             scale.shape[1],
@@ -145,9 +148,19 @@ def _group(width: int) -> int | None:
     return next((size for size in range(MAX_GROUP, 0, -COLUMNS) if width % size == 0), None)
 
 
-def _narrow(values: Tensor) -> bool:
-    """Whether all values are bfloat16 numbers."""
-    return bool((values.to(torch.bfloat16).to(torch.float32) == values).all())
+def _sides(parts: list[Tensor]) -> torch.dtype:
+    """The narrowest dtype that holds all values; int8 if they are."""
+    if all(part.dtype is torch.int8 for part in parts):
+        return torch.int8
+    return next(
+        (dtype for dtype in (torch.bfloat16, torch.float16) if all(_fits(part, dtype) for part in parts)), torch.float32
+    )
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are finite numbers of this dtype."""
+    narrow = values.to(dtype).to(torch.float32)
+    return bool(((narrow == values.to(torch.float32)) & narrow.isfinite()).all())
 
 
 def _used(matrix: StoredMatrix) -> Tensor:
@@ -161,13 +174,17 @@ def _used(matrix: StoredMatrix) -> Tensor:
     return values
 
 
-def _translated(values: Tensor) -> _Codes | None:
+def _translated(values: Tensor, group: int) -> _Codes | None:
     """How codes with these values ``[2 ** bits]`` are kept; None for values that the kernels cannot express."""
     internal = torch.zeros(256, dtype=torch.uint8)
     if len(values) <= 16:
         values, order = values.sort(stable=True)  # two's complement becomes a code that counts up
         internal[order] = torch.arange(len(values), dtype=torch.uint8)
-        return _Codes(_NIBBLES, values, internal) if _narrow(values) else None
+        return _Codes(_NIBBLES, values, internal) if _fits(values, torch.bfloat16) else None
+    kind, step = _SPLIT.get(len(values), (None, 1))
+    if kind is not None and group % step == 0 and bool((values == values[0].round() + torch.arange(len(values))).all()):
+        internal[: len(values)] = torch.arange(len(values), dtype=torch.uint8)
+        return _Codes(kind, values, internal)
     finite = values[values.isfinite()]  # a checkpoint with NaN codes is refused before
     middle = float(finite.max() + finite.min()) / 2
     for kind, centre in ((_INTEGERS, 0.0), (_E4M3, 0.0), (_HALVES, middle)):

@@ -33,13 +33,17 @@ class Unpacked:
 
     Attributes:
         codes: uint8 ``[n, V]``, or ``[n, V / 2]`` with two codes of four bits per byte, the even column low.
-        scale: float32 ``[n, V / group]``.
+        scale: ``[n, V / group]``: float32, or int8 if there is a unit.
         bias: likewise, or None.
+        scale_unit: float32 ``[n, 1]``, what a scale of 1 stands for, or None.
+        bias_unit: likewise.
     """
 
     codes: Tensor
     scale: Tensor
     bias: Tensor | None = None
+    scale_unit: Tensor | None = None
+    bias_unit: Tensor | None = None
 
 
 @attrs.frozen
@@ -51,7 +55,7 @@ class Block:
         values: values per block.
         bytes: bytes per block.
         group: columns per scale; 0 for plain numbers.
-        numbers: what each code stands for: float32 ``[16]`` for codes of four bits, ``[256]`` for bytes.
+        numbers: what each code stands for: float32 ``[2 ** bits]``.
         unpack: turns blocks, uint8 ``[n, bytes]``, into codes and scales.
     """
 
@@ -67,6 +71,11 @@ class Block:
     def bits(self) -> int:
         """Bits per code as unpacked: 4 or 8."""
         return 4 if self.numbers is not None and len(self.numbers) == 16 else 8
+
+
+def _numbers(bits: int) -> Tensor:
+    """What codes that are numbers stand for."""
+    return torch.arange(2**bits, dtype=torch.float32)
 
 
 def _f16(raw: Tensor) -> Tensor:
@@ -99,6 +108,15 @@ def _two_bits(raw: Tensor) -> Tensor:
     return groups.view(len(raw), -1)
 
 
+def _of_units(
+    codes: Tensor, scale: Tensor, scale_unit: Tensor, bias: Tensor | None = None, bias_unit: Tensor | None = None
+) -> Unpacked:
+    """With small scales, int8 as bytes: bytes wrap around, which is two's complement."""
+    small = [None if part is None else part.contiguous().view(torch.int8) for part in (scale, bias)]
+    assert small[0] is not None
+    return Unpacked(codes, small[0], small[1], scale_unit, bias_unit)
+
+
 def _q8_0(raw: Tensor) -> Unpacked:
     return Unpacked(raw[:, 2:], _f16(raw[:, :2]))
 
@@ -112,9 +130,8 @@ def _q4_1(raw: Tensor) -> Unpacked:
     return Unpacked(_pairs(_halves(raw[:, 4:], 32)), scales[:, :1], scales[:, 1:])
 
 
-def _q5_0(raw: Tensor) -> Unpacked:  # bytes wrap around, which is two's complement
-    codes = _halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6])
-    return Unpacked(codes - 16, _f16(raw[:, :2]))
+def _q5_0(raw: Tensor) -> Unpacked:
+    return Unpacked(_halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6]), _f16(raw[:, :2]))
 
 
 def _q5_1(raw: Tensor) -> Unpacked:
@@ -124,8 +141,7 @@ def _q5_1(raw: Tensor) -> Unpacked:
 
 def _q2_k(raw: Tensor) -> Unpacked:
     small, large = raw[:, :16], _f16(raw[:, 80:84])
-    scale, bias = large[:, :1] * (small & 15), -(large[:, 1:] * (small >> 4))
-    return Unpacked(_pairs(_two_bits(raw[:, 16:80])), scale, bias)
+    return _of_units(_pairs(_two_bits(raw[:, 16:80])), small & 15, large[:, :1], small >> 4, -large[:, 1:])
 
 
 def _q3_k(raw: Tensor) -> Unpacked:
@@ -134,42 +150,38 @@ def _q3_k(raw: Tensor) -> Unpacked:
     codes = _two_bits(raw[:, 32:96]) | (high << 2)  # as numbers, minus 4
     low, upper = _halves(raw[:, 96:104], 16), raw[:, 104:108]
     upper = (upper[:, None] >> 2 * torch.arange(4, dtype=torch.uint8).view(4, 1) & 3).view(len(raw), 16)
-    small = (low | (upper << 4)).to(torch.float32) - 32
-    return Unpacked(_pairs(codes), _f16(raw[:, 108:110]) * small)
+    return _of_units(_pairs(codes), (low | (upper << 4)) - 32, _f16(raw[:, 108:110]))
 
 
-def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight scales and eight minima of six bits in twelve bytes, and d and dmin: float32 ``[n, 8]`` each."""
+def _with_k_scales(codes: Tensor, raw: Tensor) -> Unpacked:
+    """With d and dmin, then eight scales and eight minima of six bits in twelve bytes."""
     large, small = _f16(raw[:, :4]), raw[:, 4:16]
     first, second, third = small[:, :4], small[:, 4:8], small[:, 8:]
     scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], 1)
     minimum = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], 1)
-    return large[:, :1] * scale, -(large[:, 1:] * minimum)
+    return _of_units(codes, scale, large[:, :1], minimum, -large[:, 1:])
 
 
 def _q4_k(raw: Tensor) -> Unpacked:
-    scale, bias = _k_scales(raw)
-    return Unpacked(_pairs(_halves(raw[:, 16:], 64)), scale, bias)
+    return _with_k_scales(_pairs(_halves(raw[:, 16:], 64)), raw)
 
 
 def _q5_k(raw: Tensor) -> Unpacked:
-    scale, bias = _k_scales(raw)
     fifth = raw[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
-    return Unpacked(_halves(raw[:, 48:], 64) | (fifth.view(len(raw), 256) << 4), scale, bias)
+    return _with_k_scales(_halves(raw[:, 48:], 64) | (fifth.view(len(raw), 256) << 4), raw)
 
 
 def _q6_k(raw: Tensor) -> Unpacked:
     low = raw[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 256)
     codes = low | (_two_bits(raw[:, 128:192]) << 4)
-    return Unpacked(codes - 32, _f16(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8))
+    return _of_units(codes, raw[:, 192:208], _f16(raw[:, 208:]))
 
 
 def _iq4_xs(raw: Tensor) -> Unpacked:
     upper = raw[:, 2:4, None] >> 2 * torch.arange(4, dtype=torch.uint8) & 3  # two bits per group
     lower = torch.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], 2).view(-1, 8)
-    small = (lower | (upper.view(-1, 8) << 4)).to(torch.float32) - 32
-    return Unpacked(_pairs(_halves(raw[:, 8:], 32)), _f16(raw[:, :2]) * small)
+    return _of_units(_pairs(_halves(raw[:, 8:], 32)), (lower | (upper.view(-1, 8) << 4)) - 32, _f16(raw[:, :2]))
 
 
 def _mxfp4(raw: Tensor) -> Unpacked:
@@ -178,7 +190,6 @@ def _mxfp4(raw: Tensor) -> Unpacked:
 
 _FIFTHS = ((torch.arange(256)[:, None] >> torch.arange(8) & 1) << 4).to(torch.uint8).view(torch.int64).view(-1)
 _BYTES = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)  # two's complement
-_UNSIGNED = torch.arange(16, dtype=torch.float32)
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
 _E8M0 = torch.tensor([math.ldexp(1.0, code - 127) for code in range(255)] + [math.inf], dtype=torch.float32)
@@ -186,16 +197,16 @@ _E8M0 = torch.tensor([math.ldexp(1.0, code - 127) for code in range(255)] + [mat
 BLOCKS: Mapping[int, Block] = {
     0: Block("F32", 1, 4),
     1: Block("F16", 1, 2),
-    2: Block("Q4_0", 32, 18, 32, _UNSIGNED - 8, _q4_0),
-    3: Block("Q4_1", 32, 20, 32, _UNSIGNED, _q4_1, (0, 2)),
-    6: Block("Q5_0", 32, 22, 32, _BYTES, _q5_0),
-    7: Block("Q5_1", 32, 24, 32, _BYTES, _q5_1, (0, 2)),
+    2: Block("Q4_0", 32, 18, 32, _numbers(4) - 8, _q4_0),
+    3: Block("Q4_1", 32, 20, 32, _numbers(4), _q4_1, (0, 2)),
+    6: Block("Q5_0", 32, 22, 32, _numbers(5) - 16, _q5_0),
+    7: Block("Q5_1", 32, 24, 32, _numbers(5), _q5_1, (0, 2)),
     8: Block("Q8_0", 32, 34, 32, _BYTES, _q8_0),
-    10: Block("Q2_K", 256, 84, 16, _UNSIGNED, _q2_k, (80, 82)),
-    11: Block("Q3_K", 256, 110, 16, _UNSIGNED - 4, _q3_k, (108,)),
-    12: Block("Q4_K", 256, 144, 32, _UNSIGNED, _q4_k, (0, 2)),
-    13: Block("Q5_K", 256, 176, 32, _BYTES, _q5_k, (0, 2)),
-    14: Block("Q6_K", 256, 210, 16, _BYTES, _q6_k, (208,)),
+    10: Block("Q2_K", 256, 84, 16, _numbers(4), _q2_k, (80, 82)),
+    11: Block("Q3_K", 256, 110, 16, _numbers(4) - 4, _q3_k, (108,)),
+    12: Block("Q4_K", 256, 144, 32, _numbers(4), _q4_k, (0, 2)),
+    13: Block("Q5_K", 256, 176, 32, _numbers(5), _q5_k, (0, 2)),
+    14: Block("Q6_K", 256, 210, 16, _numbers(6) - 32, _q6_k, (208,)),
     20: Block("IQ4_NL", 32, 18, 32, _IQ4, _q4_0),
     23: Block("IQ4_XS", 256, 136, 32, _IQ4, _iq4_xs),
     30: Block("BF16", 1, 2),

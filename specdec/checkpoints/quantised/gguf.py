@@ -45,20 +45,20 @@ class BlockCoding(Coding):
     def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
         _, rows, columns = matrices(self.shape)
         group, block = self.block.group, self.block
-        codes = torch.empty(rows, columns * self.bits // 8, dtype=torch.uint8)
-        scale = torch.empty(rows, columns // group)
-        bias: torch.Tensor | None = None
+        parts: dict[str, torch.Tensor] = {}
         for start, stop in self._slabs(rows, columns):
             unpacked = self._unpacked(index * rows + start, index * rows + stop)
-            codes[start:stop] = unpacked.codes.reshape(stop - start, -1)
-            scale[start:stop] = unpacked.scale.view(stop - start, -1)
-            if unpacked.bias is not None:
-                bias = torch.empty_like(scale) if bias is None else bias
-                bias[start:stop] = unpacked.bias.view(stop - start, -1)
+            for name, part in attrs.asdict(unpacked, recurse=False).items():
+                if part is None:
+                    continue
+                part = part.reshape(stop - start, -1)
+                if name not in parts:
+                    parts[name] = part.new_empty(rows, part.shape[1])
+                parts[name][start:stop] = part
         return StoredMatrix(
             format=self.kept_as,
             shape=(rows, columns),
-            parts={"codes": codes, "scale": scale} | ({} if bias is None else {"bias": bias}),
+            parts=parts,
             meta={"block_rows": 1, "block_columns": group, "group": group, "bits": block.bits},
             dtype=dtype,
             values=self.meanings,
@@ -70,9 +70,9 @@ class BlockCoding(Coding):
         for start, stop in self.slabs() if slabs is None else slabs:
             unpacked = self._unpacked(start, stop)
             values = numbers(unpacked.codes).view(*unpacked.scale.shape, self.block.group)
-            values.mul_(unpacked.scale[..., None])
+            values.mul_(_times(unpacked.scale, unpacked.scale_unit)[..., None])
             if unpacked.bias is not None:
-                values.add_(unpacked.bias[..., None])
+                values.add_(_times(unpacked.bias, unpacked.bias_unit)[..., None])
             yield start, stop, values.view(stop - start, -1)
 
     def check(self) -> tuple[bool, bool]:
@@ -98,6 +98,10 @@ class BlockCoding(Coding):
         """The stored bytes of rows ``start`` to ``stop`` of all matrices, one after another."""
         stored = self.parts.checkpoint.load(self.parts.codes)
         return stored.view(-1, stored.shape[-1])[start:stop]
+
+
+def _times(small: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
+    return small if unit is None else small * unit
 
 
 def _looks_like(parts: Parts) -> bool:

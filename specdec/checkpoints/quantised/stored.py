@@ -29,6 +29,9 @@ class StoredMatrix:
     files store a divisor per tensor (compressed-tensors' NVFP4), ``global_scale`` is its reciprocal rounded to float32;
     ``decode`` divides, as for a weight that is not kept packed.
 
+    "gguf" has codes of 4 or 8 bits, and scales and biases in float32 or int8. In int8 they are multiples of
+    ``scale_unit`` and ``bias_unit``, float32 ``[N, K / 256]``.
+
     "fp8-block" has blocks of several rows; "fp8" one scale per matrix, row, or group of columns. A row of codes is a
     stream of bits in every format, and ``values`` gives the meaning of each code.
 
@@ -82,6 +85,9 @@ class StoredMatrix:
         rows = torch.arange(start, stop) // self.meta["block_rows"]
         first = int(rows[0])
         blocks = self.parts[part][first : int(rows[-1]) + 1].to(torch.float32)
+        if (unit := self.parts.get(f"{part}_unit")) is not None:
+            units = unit[first : first + len(blocks)]
+            blocks = blocks * units.repeat_interleave(blocks.shape[1] // units.shape[1], dim=1)
         if part == "scale" and self.divisor is not None:
             blocks = blocks / self.divisor
         elif part == "scale" and "global_scale" in self.parts:

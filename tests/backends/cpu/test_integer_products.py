@@ -125,20 +125,21 @@ def test_the_reference_multiplies_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, -1])
-@pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 8 g64", "IQ4_NL", "MXFP4"])
+@pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 8 g64", "IQ4_NL", "Q5_0", "Q6_K"])
 @pytest.mark.parametrize("largest", [127, -127])
 def test_the_largest_sums_are_exact(ops: NativeOps, tmp_path: Path, name: str, code: int, largest: int) -> None:
     """All codes and activations at an end, units of 1: float32 holds each sum. Catches: pairs that leave 16 bits."""
     matrix = matrix_of(name, 33, 2 if name.startswith("mlx") else 12, 0, tmp_path, ops.dtype)
-    scales = {role: torch.ones_like(part) for role, part in matrix.parts.items() if role in ("scale", "bias")}
-    codes = torch.full_like(matrix.parts["codes"], code)
+    scales = {role: torch.ones_like(part) for role, part in matrix.parts.items() if role.startswith(("scale", "bias"))}
+    last = len(matrix.values) - 1 if len(matrix.values) in (32, 64) else -1  # a byte holds one code
+    codes = torch.full_like(matrix.parts["codes"], code and last)
     matrix = attrs.evolve(matrix, parts={**matrix.parts, **scales, "codes": codes})
     x = torch.full((3, matrix.shape[1]), float(largest)).to(ops.dtype)
     got = torch.from_numpy(ops.head(x, ops.weight(matrix)).rows())
     assert torch.equal(got.double(), x.double() @ meaning(matrix)[0].T)
 
 
-@pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "int8 per channel zero points", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("name", ["rounded int4", "int8 per channel zero points", "Q4_K", "Q5_0", "Q6_K"])
 def test_rows_and_threads_do_not_change_bits(
     ops: NativeOps, threads: Callable[[int], None], tmp_path: Path, name: str
 ) -> None:

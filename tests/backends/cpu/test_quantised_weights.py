@@ -90,7 +90,11 @@ def meaning(matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
     def wide(part: str) -> Tensor:
         if part not in matrix.parts:
             return torch.zeros(matrix.shape, dtype=torch.float64)
-        return torch.from_numpy(q.spread(matrix.parts[part].double().numpy(), matrix.shape, *blocks))
+        values = q.spread(matrix.parts[part].double().numpy(), matrix.shape, *blocks)
+        if f"{part}_unit" in matrix.parts:
+            unit = matrix.parts[f"{part}_unit"].double().numpy()
+            values = values * q.spread(unit, matrix.shape, 1, matrix.shape[1] // unit.shape[1])
+        return torch.from_numpy(values)
 
     bits = matrix.meta["bits"]
     stream = np.unpackbits(matrix.parts["codes"].contiguous().view(torch.uint8).numpy(), axis=-1, bitorder="little")

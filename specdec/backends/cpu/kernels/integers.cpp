@@ -19,8 +19,7 @@ constexpr int32_t LARGEST_X = 127;
 
 // --- four products of bytes per lane --------------------------------------------------------------------------------
 //
-// Dot<SMALL> sums the products of numbers of weights, 0 .. 255 or below 16 if SMALL, with activations. BASE is subtracted
-// from the numbers. A lane is an output feature, and its four bytes are four columns.
+// Dot<BITS> sums the products of numbers of weights, below 2^BITS, with activations. BASE is subtracted from the numbers. A lane is an output feature, and its four bytes are four columns.
 
 INLINE vi four(const int8_t* x) { return vi{} + load_as<int32_t>(x); }
 
@@ -74,8 +73,8 @@ INLINE Bytes with_sign(Bytes x, Bytes of) { return _mm256_sign_epi8(x, of); }
 #endif
 INLINE Bytes ones() { return (Bytes)(vu{} + 0x00010001u); }
 
-template <bool SMALL> struct Dot;
-template <> struct Dot<true> {  // in 16 bits: half of a quantum's products, two of them in each instruction
+template <int BITS> struct Dot;
+template <> struct Dot<4> {  // in 16 bits: half of a quantum's products, two of them in each instruction
     static_assert(QUANTUM / 2 * 15 * LARGEST_X <= INT16_MAX);
     static constexpr int32_t BASE = 0;
     typedef vu Weights;
@@ -86,7 +85,18 @@ template <> struct Dot<true> {  // in 16 bits: half of a quantum's products, two
     }
     static INLINE vi end(vi sum, const int32_t* start) { return (vi)pairs_of_words((Bytes)sum, ones()) + *start; }
 };
-template <> struct Dot<false> {  // magnitudes times activations with the weights' signs: pairs fit into 16 bits
+template <> struct Dot<6> {  // pairs fit into 16 bits
+    static_assert(2 * 63 * LARGEST_X <= INT16_MAX);
+    static constexpr int32_t BASE = 0;
+    typedef vu Weights;
+    static INLINE Weights weights(vu numbers) { return in_register(numbers); }
+    static INLINE vi begin(const int32_t* start) { return vi{} + *start; }
+    static INLINE vi add(vi sum, Weights w, vi x) {
+        return in_register(sum + (vi)pairs_of_words(pairs_of_bytes((Bytes)w, (Bytes)x), ones()));
+    }
+    static INLINE vi end(vi sum, const int32_t*) { return sum; }
+};
+template <> struct Dot<8> {  // magnitudes times activations with the weights' signs: pairs fit into 16 bits
     static_assert(2 * 128 * LARGEST_X <= INT16_MAX);
     static constexpr int32_t BASE = 128;
     struct Weights {
@@ -109,8 +119,8 @@ constexpr bool SIGNED_DOT = true;
 #else
 constexpr bool SIGNED_DOT = false;
 #endif
-template <bool SMALL> struct Dot {
-    static constexpr int32_t BASE = SIGNED_DOT && !SMALL ? 128 : 0;
+template <int BITS> struct Dot {
+    static constexpr int32_t BASE = SIGNED_DOT && BITS == 8 ? 128 : 0;
     typedef vu Weights;
     static INLINE Weights weights(vu numbers) { return in_register(BASE ? numbers ^ 0x80808080u : numbers); }
     static INLINE vi begin(const int32_t* start) { return vi{} + *start; }
@@ -122,44 +132,36 @@ template <bool SMALL> struct Dot {
 // --- codes ----------------------------------------------------------------------------------------------------------
 
 struct NibbleCodes {  // that are the numbers
-    static constexpr int QUADS = 2;  // of columns in a word
-    static constexpr bool SMALL = true;
+    static constexpr int BITS = 4, QUADS = 2;  // of columns in a step
+    static constexpr int64_t STEP = FEATURES * WORD;
     INLINE vu open(const char* p, int quad) const { return load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu; }
 };
 
 struct TableCodes {  // of four bits
-    static constexpr int QUADS = 2;
-    static constexpr bool SMALL = false;
+    static constexpr int BITS = 8, QUADS = 2;
+    static constexpr int64_t STEP = FEATURES * WORD;
     ByteTable table;
     explicit TableCodes(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
     INLINE vu open(const char* p, int quad) const { return table[load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu]; }
 };
 
 struct ByteCodes {
-    static constexpr int QUADS = 1;
-    static constexpr bool SMALL = false;
+    static constexpr int BITS = 8, QUADS = 1;
+    static constexpr int64_t STEP = FEATURES * WORD;
     INLINE vu open(const char* p, int) const { return load_as<vu>(p); }
+};
+
+template <int OF> struct SplitCodes : SplitWords<OF> {
+    static constexpr int BITS = 6;
+    INLINE vu open(const char* p, int quad) const { return this->quad(p, quad); }
 };
 
 // --- activations ----------------------------------------------------------------------------------------------------
 
-static bool small_numbers(const Packed& w) { return w.kind == NIBBLES && w.numbers.linear; }
-
 Form form_of(const Packed& w) {
-    const int32_t base = small_numbers(w) ? Dot<true>::BASE : Dot<false>::BASE;
-    return {std::gcd(w.group, QUANTUM), w.kind == NIBBLES, (w.numbers.zero + 1) / 2 - base};
-}
-
-// Eight columns in the order of their words.
-INLINE uint64_t in_words(uint64_t columns, bool nibbles) {
-    if (!nibbles)  // 0 2 1 3, 4 6 5 7
-        return (columns & 0xff0000ffff0000ff) | (columns & 0x0000ff000000ff00) << 8 | (columns >> 8 & 0x0000ff000000ff00);
-    uint64_t half[2] = {columns & 0xffffffff, columns >> 32};  // 0 4 1 5, 2 6 3 7
-    for (uint64_t& x : half) {
-        x = (x | x << 16) & 0x0000ffff0000ffff;
-        x = (x | x << 8) & 0x00ff00ff00ff00ff;
-    }
-    return half[0] | half[1] << 8;
+    const int bits = w.numbers.linear ? w.bits() : 8;
+    const int32_t base = bits == 8 ? Dot<8>::BASE : bits == 4 ? Dot<4>::BASE : Dot<6>::BASE;
+    return {std::gcd(w.group, QUANTUM), w.has_low_bits(), (w.numbers.zero + 1) / 2 - base};
 }
 
 INLINE int32_t sum_of(uint64_t columns) {
@@ -197,7 +199,7 @@ void quantise_row(const T* x, int64_t k, const Form& form, int8_t* out, float* u
         for (int i = 0; i < QUANTUM; ++i) columns[i] = (int8_t)numbers[i];
         for (int i = 0; i < QUANTUM / 8; ++i) {
             const auto eight = load_as<uint64_t>(columns + 8 * i);
-            words[i] = in_words(eight, form.nibbles);
+            words[i] = in_words(eight, form.low_bits);
             of_eight[i] = sum_of(eight);
         }
         std::memcpy(out + at, words, sizeof words);
@@ -228,36 +230,36 @@ constexpr int integer_vectors(int M) {
 INLINE float centre_of(const Packed& w) { return w.centre + (w.numbers.zero % 2 ? w.numbers.unit : 0.0f); }
 
 // Adds the products of the groups from `begin` to `end` of a panel to out[m * out_stride + f], f < FEATURES, for M rows.
-// Prefetches codes `ahead` bytes after those being read, if any.
+// `from_memory`: prefetch later codes.
 template <class C, bool OFFSET, int M>
 __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, const char* panel, int64_t begin, int64_t end,
                                             const Activations<int8_t>& activations, float* out, int64_t out_stride,
-                                            int64_t ahead) {
+                                            bool from_memory) {
     constexpr int V = integer_vectors(M);
-    typedef Dot<C::SMALL> D;
+    typedef Dot<C::BITS> D;
     const C own = codes;
     const Activations<int8_t> x = activations;
-    const int64_t group = w.group, cell = std::gcd(group, QUANTUM), cells = group / cell, side_bytes = w.side();
-    const int64_t group_bytes = side_bytes + w.code_bytes(group);
+    const Layout layout(w);
+    const int64_t group = w.group, cell = std::gcd(group, QUANTUM), cells = group / cell;
     const float unit = 2 * w.numbers.unit, centre = centre_of(w);
     for (int64_t first = 0; first < FEATURES; first += V * W) {
         vf total[M * V];
 #pragma GCC unroll 64
         for (int i = 0; i < M * V; ++i) total[i] = load(out + i / V * out_stride + first + i % V * W);
         for (int64_t g = begin; g < end; ++g) {
-            const char* side = panel + g * group_bytes;
+            const Group parts = layout.at(panel, g);
             vf scale[V], outer[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
-                const vf whole = load_side(w, side, first + v * W) * splat(w.factor);
+                const vf whole = load_side<0>(layout, parts, first + v * W) * splat(w.factor);
                 scale[v] = whole * splat(unit);
                 if constexpr (!OFFSET) continue;
                 vf inner = splat(centre);
                 outer[v] = vf{};
-                if (w.offsets) (w.offsets == INNER ? inner : outer[v]) += load_side(w, side + side_bytes / 2, first + v * W);
+                if (w.offsets) (w.offsets == INNER ? inner : outer[v]) += load_side<1>(layout, parts, first + v * W);
                 outer[v] = fma(whole, inner, outer[v]);
             }
-            const char* p = side + side_bytes + first * WORD;
+            const char* p = parts.codes + first * WORD;
             const int8_t* from = x.x + g * group;
             const int64_t columns = std::min(group, w.k - g * group);
             int64_t at = g * cells;
@@ -265,11 +267,11 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
                 vi sum[M * V];
 #pragma GCC unroll 64
                 for (int i = 0; i < M * V; ++i) sum[i] = D::begin(x.starts + i / V * x.groups + at);
-                const auto word = [&]() __attribute__((always_inline)) {
-                    if (ahead)
+                const auto step = [&]() __attribute__((always_inline)) {
+                    if (from_memory)
 #pragma GCC unroll 8
-                        for (int64_t line = 0; line < V * W * WORD; line += 64) __builtin_prefetch(p + ahead + line);
-#pragma GCC unroll 2
+                        for (int64_t word = 0; word < C::STEP; word += FEATURES * WORD) prefetch_codes<V * W * WORD>(p + word);
+#pragma GCC unroll 8
                     for (int quad = 0; quad < C::QUADS; ++quad, from += 4) {
                         typename D::Weights weights[V];
 #pragma GCC unroll 8
@@ -281,13 +283,13 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
                             for (int v = 0; v < V; ++v) sum[m * V + v] = D::add(sum[m * V + v], weights[v], four_of_row);
                         }
                     }
-                    p += FEATURES * WORD;
+                    p += C::STEP;
                 };
                 const int64_t width = std::min(cell, columns - k);
                 if (width == QUANTUM)
-                    for (int i = 0; i < QUANTUM / (4 * C::QUADS); ++i) word();
+                    for (int i = 0; i < QUANTUM / (4 * C::QUADS); ++i) step();
                 else
-                    for (int64_t i = 0; i < width; i += 4 * C::QUADS) word();
+                    for (int64_t i = 0; i < width; i += 4 * C::QUADS) step();
 #pragma GCC unroll 8
                 for (int m = 0; m < M; ++m) {
                     const int64_t side_at = m * x.groups + at;
@@ -309,7 +311,7 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
 
 template <class C>
 using IntegerTile = void (*)(const Packed&, const C&, const char*, int64_t, int64_t, const Activations<int8_t>&, float*,
-                             int64_t, int64_t);
+                             int64_t, bool);
 
 template <class C, size_t... I>
 INLINE IntegerTile<C> integer_tile_of(int64_t rows, bool offset, std::index_sequence<I...>) {
@@ -321,7 +323,6 @@ INLINE IntegerTile<C> integer_tile_of(int64_t rows, bool offset, std::index_sequ
 template <class C>
 void integer_panel(const Packed& w, const C& codes, const char* panel, const Activations<int8_t>& x, int64_t rows,
                    float* out, int64_t out_stride) {
-    constexpr int64_t AHEAD = 8192;  // bytes, as in packed.cpp
     for (int64_t m = 0; m < rows; ++m) std::fill_n(out + m * out_stride, FEATURES, 0.0f);
     const bool once = rows <= INTEGER_ROWS && integer_vectors((int)rows) == MAX_VECTORS;  // each weight is read once
     const int64_t groups = w.groups(), at_once = once ? groups : INTEGER_COLUMNS / w.group;
@@ -331,7 +332,7 @@ void integer_panel(const Packed& w, const C& codes, const char* panel, const Act
             const int64_t tile = left <= INTEGER_ROWS ? left : left >= 2 * INTEGER_ROWS ? INTEGER_ROWS : (left + 1) / 2;
             integer_tile_of<C>(tile, w.offsets || centre_of(w) != 0, std::make_index_sequence<INTEGER_ROWS>{})(
                 w, codes, panel, g, std::min(g + at_once, groups), x.from(m, 0, 0), out + m * out_stride, out_stride,
-                m ? 0 : AHEAD);
+                m == 0);
             m += tile;
         }
 }
@@ -341,9 +342,13 @@ void packed_products(const Packed& w, const Activations<int8_t>& x, int64_t rows
                      int64_t out_stride) {
     const auto run = [&]<class C>(const C& codes) {
         for (int64_t f = 0; f < n; f += FEATURES)
-            integer_panel(w, codes, w.data() + (first + f) / FEATURES * w.panel_bytes(), x, rows, out + f, out_stride);
+            integer_panel(w, codes, w.panel(first + f), x, rows, out + f, out_stride);
     };
-    if (w.kind != NIBBLES)
+    if (w.kind == FIVES)
+        run(SplitCodes<5>{});
+    else if (w.kind == SIXES)
+        run(SplitCodes<6>{});
+    else if (w.kind != NIBBLES)
         run(ByteCodes{});
     else if (w.numbers.linear)
         run(NibbleCodes{});

@@ -41,8 +41,10 @@ INLINE vf add_two(Two w, const bf16* x, vf sum) {
 
 // --- codes -------------------------------------------------------------------------------------------------------------
 //
-// Each class opens one word of W features: PAIRS times two columns. Its numbers are exact; times UNIT and plus `centre`
-// they are the values.
+// Each class opens STEP bytes of a panel, for W features: PAIRS times two columns. Its numbers are exact; times UNIT and
+// plus `centre` they are the values.
+
+constexpr int64_t ONE_WORD = FEATURES * WORD;
 
 #if defined(__AVX512VBMI__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define SPECDEC_BYTE_TABLES 1
@@ -51,6 +53,7 @@ INLINE vf add_two(Two w, const bf16* x, vf sum) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 struct Nibbles {
     static constexpr int PAIRS = 4;
+    static constexpr int64_t STEP = ONE_WORD;
     static constexpr float UNIT = 1;
     static float centre(const Packed& w) { return w.centre; }
     __m512i table;
@@ -66,6 +69,7 @@ struct Nibbles {
 #else
 struct Nibbles {
     static constexpr int PAIRS = 4;
+    static constexpr int64_t STEP = ONE_WORD;
     static constexpr float UNIT = 1;
     static float centre(const Packed& w) { return w.centre; }
     ByteTable low, high;  // the bytes of the 16 values
@@ -83,6 +87,7 @@ struct Nibbles {
 #ifdef SPECDEC_BYTE_TABLES
 struct Magnitudes {  // a sign bit and one of 128 magnitudes
     static constexpr int PAIRS = 2;
+    static constexpr int64_t STEP = ONE_WORD;
     static constexpr float UNIT = 1;
     static float centre(const Packed& w) { return w.centre; }
     __m512i low[2], high[2];
@@ -115,6 +120,7 @@ INLINE vu byte_up(vu word, int pair, int odd) { return word << (odd ? 8 - 8 * pa
 
 struct Integers {  // HALVES are one half too low
     static constexpr int PAIRS = 2;
+    static constexpr int64_t STEP = ONE_WORD;
     static constexpr float UNIT = 1.0f / (1 << 24);
     static float centre(const Packed& w) { return w.centre + (w.kind == HALVES ? 0.5f : 0.0f); }
     explicit Integers(const Packed&) {}
@@ -129,6 +135,7 @@ struct Integers {  // HALVES are one half too low
 
 struct Floats {
     static constexpr int PAIRS = 2;
+    static constexpr int64_t STEP = ONE_WORD;
     static constexpr float UNIT = 1;
     static float centre(const Packed& w) { return w.centre; }
     explicit Floats(const Packed&) {}
@@ -143,19 +150,46 @@ struct Floats {
 };
 #endif
 
+// Codes of five or six bits: `low` plus the code.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+template <int BITS> struct Split : SplitWords<BITS> {
+    static constexpr float UNIT = 1;
+    static float centre(const Packed& w) { return w.centre; }
+    __m512i table[2];
+    explicit Split(const Packed& w) { std::memcpy(table, w.values, sizeof table); }
+    INLINE Two open(const char* p, int pair) const {  // a lookup takes as many bits as the table has
+        const __m512i low = (__m512i)this->low_of_pair(p, pair), high = (__m512i)this->high_of_pair(p, pair);
+        const __m512i at = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x0f), low, high, 0xca);  // a ? b : c
+        if constexpr (BITS == 5) return two((vu)_mm512_permutexvar_epi16(at, table[0]));
+        return two((vu)_mm512_permutex2var_epi16(table[0], at, table[1]));
+    }
+};
+#else
+template <int BITS> struct Split : SplitWords<BITS> {
+    static constexpr float UNIT = 1;
+    static float centre(const Packed& w) { return w.centre; }
+    int32_t low;
+    explicit Split(const Packed& w) : low((int32_t)widen(bf16{w.values[0]})) {}
+    INLINE Two open(const char* p, int pair) const {
+        const vu number = this->pair(p, pair);
+        return two(__builtin_convertvector((vi)(number & 0xffff) + low, vf),
+                   __builtin_convertvector((vi)(number >> 16) + low, vf));
+    }
+};
+#endif
+
 struct Opened {  // values that were opened before, as words of two bfloat16
     static constexpr int PAIRS = 2;
-    INLINE Two open(const char* p, int pair) const { return two(load_as<vu>(p + pair * FEATURES * WORD)); }
+    static constexpr int64_t STEP = PAIRS * ONE_WORD;
+    INLINE Two open(const char* p, int pair) const { return two(load_as<vu>(p + pair * ONE_WORD)); }
 };
-
-template <class C> constexpr int64_t STEP = FEATURES * WORD;  // bytes of a panel per word
-template <> constexpr int64_t STEP<Opened> = Opened::PAIRS * FEATURES * WORD;
 
 // --- whole numbers -----------------------------------------------------------------------------------------------------
 
 Numbers numbers_of(const Packed& w) {
     Numbers found = {};
     if (w.kind == INTEGERS || w.kind == HALVES) return {0.5f, w.kind == INTEGERS ? 256 : 255, 1, {}};
+    if (w.kind == FIVES || w.kind == SIXES) return {0.5f, -2 * (int32_t)widen(bf16{w.values[0]}), 1, {}};
     if (w.kind != NIBBLES) return found;
     float values[16], lowest = 0, highest = 0;
     for (int i = 0; i < 16; ++i) {
@@ -185,12 +219,14 @@ typedef uint16_t vn __attribute__((vector_size(4 * W)));
 
 struct LinearNumbers {  // of four bits
     static constexpr int PAIRS = 4;
+    static constexpr int64_t STEP = ONE_WORD;
     explicit LinearNumbers(const Numbers&) {}
     INLINE vu open(const char* p, int pair) const { return (load_as<vu>(p) >> 4 * pair) & 0x000f000fu; }
 };
 
 struct FoundNumbers {  // of four bits
     static constexpr int PAIRS = 4;
+    static constexpr int64_t STEP = ONE_WORD;
     ByteTable table;
     explicit FoundNumbers(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
     INLINE vu open(const char* p, int pair) const {
@@ -202,6 +238,7 @@ struct FoundNumbers {  // of four bits
 
 struct ByteNumbers {
     static constexpr int PAIRS = 2;
+    static constexpr int64_t STEP = ONE_WORD;
     explicit ByteNumbers(const Numbers&) {}
     INLINE vu open(const char* p, int pair) const {
         const vu both = load_as<vu>(p);
@@ -209,11 +246,16 @@ struct ByteNumbers {
     }
 };
 
-struct OpenedNumbers {
-    static constexpr int PAIRS = 2;
-    INLINE vu open(const char* p, int pair) const { return load_as<vu>(p + pair * FEATURES * WORD); }
+template <int BITS> struct SplitNumbers : SplitWords<BITS> {
+    explicit SplitNumbers(const Numbers&) {}
+    INLINE vu open(const char* p, int pair) const { return this->pair(p, pair); }
 };
-template <> constexpr int64_t STEP<OpenedNumbers> = STEP<Opened>;
+
+struct OpenedNumbers {
+    static constexpr int PAIRS = Opened::PAIRS;
+    static constexpr int64_t STEP = Opened::STEP;
+    INLINE vu open(const char* p, int pair) const { return load_as<vu>(p + pair * ONE_WORD); }
+};
 INLINE vu paired(vu a) { return a; }
 
 // GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
@@ -263,13 +305,11 @@ template <class X> constexpr int packed_vectors(int M) {
 template <class X> constexpr int64_t OPENED_ROWS = 2 * PACKED_ROWS<X>;  // beyond, values are opened once for all rows
 constexpr int64_t OPENED_COLUMNS = 256;                                 // at a time: they stay in L1
 
-// Some groups of a panel: the first one's scales and codes, and its columns.
+// Some groups of a panel.
 struct Groups {
-    const char* side;
-    int64_t side_step;
-    const char* codes;
-    int64_t codes_step;
-    int64_t count, columns;  // number of groups, of all their columns
+    const char* panel;
+    int64_t first, count, columns;  // the first one, and the number of groups and of all their columns
+    const char* opened;             // their values, if they were opened before
 };
 
 // What the opened codes of a matrix mean: the numbers times `unit`, less `zero` (of whole numbers), plus `centre`.
@@ -279,28 +319,29 @@ struct Meaning {
 };
 
 // Adds the products of some groups to out[m * out_stride + f], f < FEATURES, for M rows of x, which begin at the first
-// column and group. Prefetches codes `ahead` bytes after those being read.
+// column and group. `from_memory`: prefetch later codes.
 template <class C, class X, int M>
 __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, const Meaning& meaning, const Groups& groups,
-                                           const Activations<X>& x, float* out, int64_t out_stride, int64_t ahead) {
+                                           const Activations<X>& x, float* out, int64_t out_stride, bool from_memory) {
     constexpr int V = packed_vectors<X>(M), PAIRS = C::PAIRS, A = ACCUMULATORS<X>;
     typedef std::conditional_t<WHOLE_X<X>, vu, vf> Sum;
     const C own = codes;
+    const Layout layout(w);
     const bool offset = w.needs_sums();
-    const char* side = groups.side;
-    const char* stream = groups.codes;
-    for (int64_t g = 0; g < groups.count; ++g, side += groups.side_step, stream += groups.codes_step) {
+    for (int64_t g = 0; g < groups.count; ++g) {
+        const Group at = layout.at(groups.panel, groups.first + g);
+        const char* stream = groups.opened ? groups.opened + g * w.group * FEATURES * 2 : at.codes;
         const int64_t end = std::min((g + 1) * w.group, groups.columns);
         for (int64_t first = 0; first < FEATURES; first += V * W) {
             Sum sum[A * M * V];
 #pragma GCC unroll 64
             for (int i = 0; i < A * M * V; ++i) sum[i] = Sum{};
             const char* p = stream + first * WORD;
-            for (int64_t at = g * w.group; at < end; at += 2 * PAIRS, p += STEP<C>) {
-                if (ahead)
+            for (int64_t k = g * w.group; k < end; k += 2 * PAIRS, p += C::STEP) {
+                if (from_memory)
 #pragma GCC unroll 8
-                    for (int64_t line = 0; line < V * W * WORD; line += 64) __builtin_prefetch(p + ahead + line);
-#pragma GCC unroll 4
+                    for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_codes<V * W * WORD>(p + word);
+#pragma GCC unroll 16
                 for (int pair = 0; pair < PAIRS; ++pair) {
                     decltype(own.open(p, pair)) weight[V];
 #pragma GCC unroll 8
@@ -313,7 +354,7 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
 #pragma GCC unroll 8
                         for (int m = 0; m < M; ++m) {
                             Sum& total = sum[(m * V + v) * A + pair % A];
-                            total = add_two(weight[v], x.x + m * x.stride + at + 2 * pair, total);
+                            total = add_two(weight[v], x.x + m * x.stride + k + 2 * pair, total);
                         }
                     }
                     if constexpr (WHOLE_X<X>)  // an order that needs fewer registers
@@ -321,7 +362,7 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
                         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
                             for (int v = 0; v < V; ++v)
-                                sum[m * V + v] = add_two(weight[v], x.x + m * x.stride + at + 2 * pair, sum[m * V + v]);
+                                sum[m * V + v] = add_two(weight[v], x.x + m * x.stride + k + 2 * pair, sum[m * V + v]);
                 }
             }
             vf unit[M];  // for each row, before stores to `out` make the compiler read them again
@@ -336,10 +377,10 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
                 const int64_t f = first + v * W;
-                const vf scale = load_side(w, side, f) * splat(w.factor);
+                const vf scale = load_side<0>(layout, at, f) * splat(w.factor);
                 vf inner = splat(meaning.centre), outer = vf{};
                 if (w.offsets) {
-                    const vf given = load_side(w, side + w.side() / 2, f);
+                    const vf given = load_side<1>(layout, at, f);
                     (w.offsets == INNER ? inner : outer) += given;
                 }
 #pragma GCC unroll 8
@@ -367,7 +408,7 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
 
 template <class C, class X>
 using Tile = void (*)(const Packed&, const C&, const Meaning&, const Groups&, const Activations<X>&, float*, int64_t,
-                      int64_t);
+                      bool);
 
 template <class C, class X, size_t... I> INLINE Tile<C, X> tile_of(int64_t rows, std::index_sequence<I...>) {
     static constexpr Tile<C, X> TILES[] = {packed_tile<C, X, (int)I + 1>...};
@@ -376,13 +417,13 @@ template <class C, class X, size_t... I> INLINE Tile<C, X> tile_of(int64_t rows,
 
 template <class C, class X>
 void tiles(const Packed& w, const C& codes, const Meaning& meaning, const Groups& groups, const Activations<X>& x,
-           int64_t rows, float* out, int64_t out_stride, int64_t ahead) {
+           int64_t rows, float* out, int64_t out_stride, bool from_memory) {
     constexpr int64_t MOST = PACKED_ROWS<X>;
     for (int64_t m = 0; m < rows;) {
         const int64_t left = rows - m;
         const int64_t tile = left <= MOST ? left : left >= 2 * MOST ? MOST : (left + 1) / 2;
         tile_of<C, X>(tile, std::make_index_sequence<MOST>{})(w, codes, meaning, groups, x.from(m, 0, 0),
-                                                              out + m * out_stride, out_stride, m ? 0 : ahead);
+                                                              out + m * out_stride, out_stride, !m && from_memory);
         m += tile;
     }
 }
@@ -391,34 +432,34 @@ void tiles(const Packed& w, const C& codes, const Meaning& meaning, const Groups
 template <class O, class C, class X>
 void panel_against(const Packed& w, const C& codes, const Meaning& meaning, const char* panel, const Activations<X>& x,
                    int64_t rows, float* out, int64_t out_stride) {
-    const int64_t side = w.side(), step = side + w.code_bytes(w.group);
-    constexpr int64_t AHEAD = 8192;  // bytes: twice that of bfloat16, as several rows take longer over a line
     for (int64_t m = 0; m < rows; ++m) std::fill_n(out + m * out_stride, FEATURES, 0.0f);
     if (rows <= OPENED_ROWS<X>) {
-        const Groups all = {panel, step, panel + side, step, w.groups(), w.k};
-        tiles(w, codes, meaning, all, x, rows, out, out_stride, AHEAD);
+        tiles(w, codes, meaning, {panel, 0, w.groups(), w.k, nullptr}, x, rows, out, out_stride, true);
         return;
     }
     alignas(64) uint32_t values[OPENED_COLUMNS / 2 * FEATURES];
+    const Layout layout(w);
     const int64_t at_once = OPENED_COLUMNS / w.group;
     for (int64_t g = 0; g < w.groups(); g += at_once) {
-        const int64_t from = g * w.group, columns = std::min(w.k - from, at_once * w.group);
+        const int64_t from = g * w.group, count = std::min(at_once, w.groups() - g);
         char* to = reinterpret_cast<char*>(values);
-        for (int64_t k = 0; k < columns; k += 2 * C::PAIRS, to += C::PAIRS * FEATURES * WORD) {
-            const int64_t own = k / w.group, word = k % w.group / (2 * C::PAIRS);
-            const char* p = panel + (g + own) * step + side + word * FEATURES * WORD;
-            for (int64_t f = 0; f < FEATURES; f += W) {
-                __builtin_prefetch(p + f * WORD + AHEAD);
-#pragma GCC unroll 4
-                for (int pair = 0; pair < C::PAIRS; ++pair) {
-                    const vu opened = paired(codes.open(p + f * WORD, pair));
-                    std::memcpy(to + (pair * FEATURES + f) * WORD, &opened, sizeof opened);
+        for (int64_t own = g; own < g + count; ++own) {
+            const char* p = layout.at(panel, own).codes;
+            const int64_t columns = std::min(w.group, w.k - own * w.group);
+            for (int64_t k = 0; k < columns; k += 2 * C::PAIRS, p += C::STEP, to += C::PAIRS * ONE_WORD)
+                for (int64_t f = 0; f < FEATURES; f += W) {
+#pragma GCC unroll 8
+                    for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_codes<W * WORD>(p + f * WORD + word);
+#pragma GCC unroll 16
+                    for (int pair = 0; pair < C::PAIRS; ++pair) {
+                        const vu opened = paired(codes.open(p + f * WORD, pair));
+                        std::memcpy(to + (pair * FEATURES + f) * WORD, &opened, sizeof opened);
+                    }
                 }
-            }
         }
-        const Groups some = {panel + g * step, step, reinterpret_cast<const char*>(values), w.group * FEATURES * 2,
-                             std::min(at_once, w.groups() - g), columns};
-        tiles(w, O{}, meaning, some, x.from(0, from, g), rows, out, out_stride, 0);
+        const int64_t columns = std::min(w.k - from, at_once * w.group);
+        tiles(w, O{}, meaning, {panel, g, count, columns, reinterpret_cast<const char*>(values)}, x.from(0, from, g), rows,
+              out, out_stride, false);
     }
 }
 
@@ -427,8 +468,7 @@ template <class C, class O, class X>
 void panels_against(const Packed& w, const C& codes, const Meaning& meaning, const Activations<X>& x, int64_t rows,
                     int64_t first, int64_t n, float* out, int64_t out_stride) {
     for (int64_t f = 0; f < n; f += FEATURES)
-        panel_against<O>(w, codes, meaning, w.data() + (first + f) / FEATURES * w.panel_bytes(), x, rows, out + f,
-                         out_stride);
+        panel_against<O>(w, codes, meaning, w.panel(first + f), x, rows, out + f, out_stride);
 }
 
 template <class X>
@@ -439,6 +479,10 @@ void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int
     };
     if (w.kind == NIBBLES)
         run(Nibbles(w));
+    else if (w.kind == FIVES)
+        run(Split<5>(w));
+    else if (w.kind == SIXES)
+        run(Split<6>(w));
     else if (w.kind == E4M3)
         run(Floats(w));
     else
@@ -458,7 +502,11 @@ void packed_products(const Packed& w, const Activations<int16_t>& x, int64_t row
     const auto run = [&]<class C>(const C& codes) {
         panels_against<C, OpenedNumbers>(w, codes, meaning, x, rows, first, n, out, out_stride);
     };
-    if (w.kind != NIBBLES)
+    if (w.kind == FIVES)
+        run(SplitNumbers<5>(numbers));
+    else if (w.kind == SIXES)
+        run(SplitNumbers<6>(numbers));
+    else if (w.kind != NIBBLES)
         run(ByteNumbers(numbers));
     else if (numbers.linear)
         run(LinearNumbers(numbers));
@@ -483,22 +531,23 @@ template void group_sums(const float*, int64_t, int64_t, int64_t, int64_t, float
 
 // --- single rows ---------------------------------------------------------------------------------------------------------
 
-// Where a column's code is in its word: byte, and shift of a nibble.
-struct Place {
-    int64_t byte;
-    int shift;
-    Place(int64_t kind, int64_t column) {
-        if (kind == NIBBLES) {
-            const int64_t in = column % 8;
-            byte = in / 4 + (in & 1) * 2;
-            shift = in / 2 % 2 * 4;
-        } else {
-            const int64_t in = column % 4;
-            byte = in / 2 + (in & 1) * 2;
-            shift = 0;
-        }
-    }
-};
+// Bytes and columns of a step: what is read to open a column.
+INLINE int64_t step_columns(const Packed& w) {
+    return w.kind == NIBBLES ? 8 : w.kind == FIVES ? 2 * SplitWords<5>::PAIRS : w.kind == SIXES ? 2 * SplitWords<6>::PAIRS : 4;
+}
+INLINE int64_t step_bytes(const Packed& w) { return w.code_bytes(step_columns(w)); }
+
+// The code of a column of a group, whose words begin at `codes` for its feature.
+INLINE uint8_t code_at(const Packed& w, const char* codes, int64_t column) {
+    const int64_t in = column % step_columns(w), of_four = in % 4, of_eight = in % 8;
+    const char* step = codes + column / step_columns(w) * step_bytes(w);
+    if (!w.has_low_bits()) return (uint8_t)step[of_four / 2 + of_four % 2 * 2];
+    const int64_t byte = of_eight / 4 + of_eight % 2 * 2, quad = of_eight / 2 % 2, high = w.bits() - 4;
+    const uint8_t low = (uint8_t)step[in / 8 * ONE_WORD + byte] >> 4 * quad & 15;
+    if (!high) return low;
+    const uint8_t others = (uint8_t)step[step_bytes(w) - ONE_WORD + byte];
+    return low | (others >> high * (in / 8 * 2 + quad) & ((1 << high) - 1)) << 4;
+}
 
 // How a sign bit over a magnitude is stored, and back.
 INLINE bool stored_as_numbers(const Packed& w) {
@@ -516,24 +565,25 @@ INLINE uint8_t unstored(const Packed& w, uint8_t byte) {
     return byte & 128 ? byte - 128 : (w.kind == HALVES ? 255 : 256) - byte;
 }
 
-INLINE float side_value(const Packed& w, const char* p, int64_t feature) {
-    return w.wide ? load_as<float>(p + 4 * feature) : widen(load_as<bf16>(p + 2 * feature));
+template <int OF> INLINE float side_value(const Layout& w, const Group& at, int64_t feature) {
+    const int64_t first = feature / W * W;
+    return load_side<OF>(w, at, first)[feature - first];
 }
 
 template <class T> void packed_row(const Packed& w, int64_t row, T* out) {
-    const int64_t f = row % FEATURES, per_word = w.kind == NIBBLES ? 8 : 4;
-    const char* group = w.data() + row / FEATURES * w.panel_bytes();
-    for (int64_t at = 0; at < w.k; at += w.group, group += w.side() + w.code_bytes(w.group)) {
-        const float scale = side_value(w, group, f) * w.factor;
-        const float offset = w.offsets ? side_value(w, group + w.side() / 2, f) : 0;
+    const int64_t f = row % FEATURES;
+    const Layout layout(w);
+    for (int64_t g = 0; g < w.groups(); ++g) {
+        const Group at = layout.at(w.panel(row), g);
+        const float scale = side_value<0>(layout, at, f) * w.factor;
+        const float offset = w.offsets ? side_value<1>(layout, at, f) : 0;
         const float inner = w.centre + (w.offsets == INNER ? offset : 0), outer = w.offsets == OUTER ? offset : 0;
-        for (int64_t k = at; k < std::min(at + w.group, w.k); ++k) {
-            const Place place(w.kind, k - at);
-            const char* word = group + w.side() + ((k - at) / per_word * FEATURES + f) * WORD;
-            const uint8_t byte = unstored(w, (uint8_t)word[place.byte]);
-            float value = w.kind == NIBBLES ? widen(bf16{w.values[byte >> place.shift & 15]})
-                                            : widen(bf16{w.values[byte & 127]});
-            if (w.kind != NIBBLES && byte & 128) value = -value;
+        const int64_t first = g * w.group;
+        for (int64_t k = first; k < std::min(first + w.group, w.k); ++k) {
+            const uint8_t code = code_at(w, at.codes + f * WORD, k - first);
+            const uint8_t sign_and_size = unstored(w, code);
+            float value = widen(bf16{w.values[w.has_low_bits() ? code : sign_and_size & 127]});
+            if (!w.has_low_bits() && sign_and_size & 128) value = -value;
             if (inner != 0) value += inner;  // -0 stays as it is
             value *= scale;
             narrow(w.offsets == OUTER ? value + outer : value, out + k);
@@ -545,25 +595,39 @@ template void packed_row(const Packed&, int64_t, float*);
 
 // --- packing -------------------------------------------------------------------------------------------------------------
 
-// The word of columns k .. k + COLUMNS, from a stream of bits.
-template <int COLUMNS> INLINE uint32_t word_of(const uint8_t* from, int64_t k, int64_t bits, const uint8_t* internal) {
-    constexpr int WIDTH = 32 / COLUMNS;
-    uint32_t word = 0;
-    for (int i = 0; i < COLUMNS; ++i) {
-        const int64_t bit = (k + i) * bits, byte = bit / 8;
-        const int shift = (int)(bit % 8);
-        uint32_t code = from[byte] >> shift;
-        if (shift + bits > 8) code |= (uint32_t)from[byte + 1] << (8 - shift);
-        word |= (uint32_t)internal[code & ((1u << bits) - 1)] << (i / 2 * WIDTH + (i & 1) * 16);
-    }
-    return word;
+// The codes of columns k .. k + 7 of a stream of bits, lowest bits first, one per byte.
+INLINE uint64_t eight_codes(const uint8_t* from, int64_t k, int64_t bits) {
+    if (bits == 8) return load_as<uint64_t>(from + k);
+    uint64_t stream = 0, codes = 0;
+    std::memcpy(&stream, from + k * bits / 8, bits);
+    for (int i = 0; i < 8; ++i) codes |= (stream >> i * bits & ((1u << bits) - 1)) << 8 * i;
+    return codes;
 }
 
-void put_side(const Packed& w, char* to, int64_t feature, float value) {
-    if (w.wide)
-        std::memcpy(to + 4 * feature, &value, 4);
-    else
-        narrow(value, reinterpret_cast<bf16*>(to) + feature);
+// Writes `columns` codes of one feature, the words of which are ONE_WORD apart.
+void put_codes(const Packed& w, const uint64_t* codes, int64_t columns, char* to) {
+    const auto put = [&](uint32_t word) {
+        std::memcpy(to, &word, WORD);
+        to += ONE_WORD;
+    };
+    const int64_t high = w.bits() - 4, words = step_columns(w) / 8;  // of low bits
+    uint32_t others = 0;
+    for (int64_t i = 0; i < columns / 8; ++i) {
+        const uint64_t quads = in_words(codes[i], w.has_low_bits());
+        const auto first = (uint32_t)quads, second = (uint32_t)(quads >> 32);
+        if (!w.has_low_bits()) {
+            put(first);
+            put(second);
+            continue;
+        }
+        put((first & 0x0f0f0f0fu) | (second & 0x0f0f0f0fu) << 4);
+        if (!high) continue;
+        const int64_t at = i % words * 2 * high;
+        others |= (first >> 4 & 0x0f0f0f0fu) << at | (second >> 4 & 0x0f0f0f0fu) << (at + high);
+        if (i % words != words - 1) continue;
+        put(others);
+        others = 0;
+    }
 }
 
 }  // namespace specdec
@@ -577,60 +641,63 @@ EXPORT int64_t packed_bytes(const void* header) {
 }
 
 // Packs rows of codes, each a stream of `bits` bits per column, lowest bits first, `row_bytes` bytes apart.
-// `internal` [256] translates codes. Scales and offsets (or null) are [.., side_columns] float32, one for
-// block_rows x block_columns; a block is a whole number of groups wide. The header is copied to `to`.
+// `internal` [256] translates codes. Scales and offsets (or null) are [.., side_columns] in the dtype of `sides`, one for
+// block_rows x block_columns; a block is a whole number of groups wide. Their units, float32 [n, blocks], belong to SMALL
+// ones. The header is copied to `to`.
 EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes, int64_t bits, const uint8_t* internal,
-                       const float* scales, const float* offsets, int64_t block_rows, int64_t block_columns,
-                       int64_t side_columns, void* to, int64_t threads) {
+                       const char* scales, const char* offsets, const float* scale_units, const float* offset_units,
+                       int64_t block_rows, int64_t block_columns, int64_t side_columns, void* to, int64_t threads) {
     std::memcpy(to, header, sizeof(Packed));
     ((Packed*)to)->numbers = numbers_of(*(const Packed*)to);
     const Packed& w = *(const Packed*)to;
-    const int64_t per_word = w.kind == NIBBLES ? 8 : 4;
+    const Layout layout(w);
     uint8_t own[256];
     for (int i = 0; i < 256; ++i) own[i] = stored(w, internal[i]);
-    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t panel) {
-        char* group = (char*)to + HEADER + panel * w.panel_bytes();
-        for (int64_t at = 0; at < w.k; at += w.group) {
-            const int64_t end = std::min(at + w.group, w.k);
-            std::memset(group, 0, w.side() + w.code_bytes(end - at));
-            for (int64_t f = 0; f < FEATURES && panel * FEATURES + f < w.n; ++f) {
-                const int64_t row = panel * FEATURES + f;
-                const int64_t block = row / block_rows * side_columns + at / block_columns;
-                put_side(w, group, f, scales[block]);
-                if (offsets) put_side(w, group + w.side() / 2, f, offsets[block]);
-                const uint8_t* from = (const uint8_t*)codes + row * row_bytes;
-                char* words = group + w.side() + f * WORD;
-                for (int64_t k = at; k < end; k += per_word, words += FEATURES * WORD) {
-                    const uint32_t word = w.kind == NIBBLES ? word_of<8>(from, k, bits, own)
-                                                            : word_of<4>(from, k, bits, own);
-                    std::memcpy(words, &word, WORD);
+    const bool translated = !std::all_of(own, own + (1 << bits), [&](const uint8_t& code) { return code == &code - own; });
+    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t i) {
+        char* panel = (char*)to + HEADER + i * w.panel_bytes();
+        std::memset(panel, 0, w.panel_bytes());
+        for (int64_t f = 0; f < FEATURES && i * FEATURES + f < w.n; ++f)
+            for (int64_t g = 0; g < w.groups(); ++g) {
+                const int64_t row = i * FEATURES + f, first = g * w.group, columns = std::min(w.group, w.k - first);
+                const int64_t block = row / block_rows * side_columns + first / block_columns, width = w.side_width();
+                const Group at = layout.at(panel, g);
+                const auto put = [&](int64_t of, const char* values, const float* units) {
+                    std::memcpy((char*)at.side + (of * FEATURES + f) * width, values + block * width, width);
+                    if (w.sides == SMALL)
+                        std::memcpy((char*)at.units + (of * FEATURES + f) * 4, units + row * w.blocks() + (g >> w.shift), 4);
+                };
+                put(0, scales, scale_units);
+                if (offsets) put(1, offsets, offset_units);
+                uint64_t eights[MAX_GROUP / 8];
+                for (int64_t k = 0; k < columns; k += 8) {
+                    eights[k / 8] = eight_codes((const uint8_t*)codes + row * row_bytes, first + k, bits);
+                    auto* bytes = (uint8_t*)&eights[k / 8];
+                    if (translated) std::transform(bytes, bytes + 8, bytes, [&](uint8_t code) { return own[code]; });
                 }
+                put_codes(w, eights, columns, (char*)at.codes + f * WORD);
             }
-            group += w.side() + w.code_bytes(end - at);
-        }
     });
 }
 
 // A packed matrix of some rows of another; the header at `to` must have been written.
 EXPORT void pack_rows(const void* from, const int32_t* rows, void* to, int64_t threads) {
     const Packed &source = *(const Packed*)from, &w = *(const Packed*)to;
-    const int64_t side_width = w.wide ? 4 : 2, sides = w.offsets ? 2 : 1;
-    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t panel) {
-        char* own = (char*)to + HEADER + panel * w.panel_bytes();
-        std::memset(own, 0, w.panel_bytes());
-        for (int64_t f = 0; f < FEATURES && panel * FEATURES + f < w.n; ++f) {
-            const int64_t row = rows[panel * FEATURES + f], other = row % FEATURES;
-            const char* group = source.data() + row / FEATURES * w.panel_bytes();
-            char* mine = own;
-            for (int64_t at = 0; at < w.k; at += w.group) {
-                const int64_t words = w.code_bytes(std::min(w.group, w.k - at)) / (FEATURES * WORD);
-                for (int64_t side = 0; side < sides; ++side)
-                    std::memcpy(mine + (side * FEATURES + f) * side_width,
-                                group + (side * FEATURES + other) * side_width, side_width);
-                mine += w.side(), group += w.side();
-                for (int64_t word = 0; word < words; ++word)
-                    std::memcpy(mine + (word * FEATURES + f) * WORD, group + (word * FEATURES + other) * WORD, WORD);
-                mine += words * FEATURES * WORD, group += words * FEATURES * WORD;
+    const Layout layout(w);
+    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t i) {
+        char* panel = (char*)to + HEADER + i * w.panel_bytes();
+        std::memset(panel, 0, w.panel_bytes());
+        for (int64_t f = 0; f < FEATURES && i * FEATURES + f < w.n; ++f) {
+            const int64_t row = rows[i * FEATURES + f], other = row % FEATURES;
+            for (int64_t g = 0; g < w.groups(); ++g) {
+                const Group at = layout.at(source.panel(row), g), mine = layout.at(panel, g);
+                const auto copy = [&](const char* a, const char* b, int64_t count, int64_t width) {
+                    for (int64_t j = 0; j < count; ++j)
+                        std::memcpy((char*)b + (j * FEATURES + f) * width, a + (j * FEATURES + other) * width, width);
+                };
+                if (w.sides == SMALL) copy(at.units, mine.units, w.per_offsets(), 4);
+                copy(at.side, mine.side, w.per_offsets(), w.side_width());
+                copy(at.codes, mine.codes, w.code_bytes(std::min(w.group, w.k - g * w.group)) / ONE_WORD, WORD);
             }
         }
     });

@@ -5,12 +5,16 @@
 // Value: w[n, k] = (value(code[n, k]) + centre + inner[n, g]) * scale[n, g] * factor + outer[n, g], where a group g is
 // `group` consecutive columns. All file formats are brought into this form (specdec/backends/cpu/packed.py).
 //
-// Layout: a header of HEADER bytes, then panels of FEATURES features. A panel is a sequence of groups, and a group is
-// [FEATURES] scales, [FEATURES] offsets (if any) and its codes, in words of four bytes: word i of the features stands
-// side by side. A word holds 8 columns of four bits or 4 columns of eight, lowest bits first: the even columns in its
-// low half, the odd ones in its high half. Reading a panel is one ascending stream. Codes of eight bits are a sign bit
-// over a magnitude; INTEGERS and HALVES are the number plus 128, rounded down, where there are no tables of bytes and where
-// activations have eight bits.
+// Layout: a header of HEADER bytes, then panels of FEATURES features. A panel is a sequence of blocks, and a block is the
+// units (if any), the sides of its groups and their codes. A side is [FEATURES] scales and [FEATURES] offsets (if any):
+// numbers, or whole numbers times the float32 units of the block, [FEATURES] of scales and [FEATURES] of offsets. Codes
+// are in words of four bytes: word i of the features stands side by side. Reading a panel is one ascending stream.
+//   four bits   a word holds 8 columns, lowest bits first: the even ones in its low half, the odd ones in its high half
+//   eight bits  likewise 4 columns
+//   five, six   the low four bits of 32 or 16 columns as above, then a word with their high bits: those of the columns that
+//               are low in a byte of word i are the bits 2 i * HIGH and up of that byte, the other four follow them
+// Codes of eight bits are a sign bit over a magnitude; INTEGERS and HALVES are the number plus 128, rounded down, where
+// there are no tables of bytes and where activations have eight bits.
 //
 // Bits contract: the product of one weight row and one activation row has two accumulators, for even and odd pairs of
 // columns, that begin at zero in every group. At the end of a group their sum is scaled and added to the total. Sums of
@@ -26,6 +30,14 @@ enum Kind : int64_t {
     INTEGERS,  // a sign bit over a magnitude m: m
     HALVES,    // likewise: m + 1/2, for 256 values in steps of one
     E4M3,      // likewise: an e4m3 number
+    FIVES,     // five bits: values[0] plus the code, both whole numbers
+    SIXES,     // six bits, likewise
+};
+enum Sides : int64_t {
+    FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    SMALL,  // int8, times a unit
 };
 enum Offsets : int64_t { NO_OFFSETS, INNER, OUTER };
 
@@ -49,7 +61,8 @@ struct Packed {
     int64_t n, k;
     int64_t group;  // a multiple of 8, at most MAX_GROUP
     int64_t kind;
-    int64_t wide;  // scales and offsets are float32, else bfloat16
+    int64_t sides;  // what scales and offsets are
+    int64_t shift;  // a block has 1 << shift groups, all of them whole if they are several
     int64_t offsets;
     int64_t int8;  // activations become int8, if codes are integers
     float factor, centre;
@@ -57,10 +70,17 @@ struct Packed {
     Numbers numbers;       // found when it is packed
 
     const char* data() const;
-    int64_t side() const { return FEATURES * (wide ? 4 : 2) * (offsets ? 2 : 1); }  // bytes before the codes of a group
-    int64_t code_bytes(int64_t columns) const { return FEATURES * columns / (kind == NIBBLES ? 2 : 1); }
+    int64_t per_offsets() const { return offsets ? 2 : 1; }
+    int64_t side_width() const { return sides == FLOAT32 ? 4 : sides == SMALL ? 1 : 2; }
+    int64_t side() const { return FEATURES * side_width() * per_offsets(); }  // bytes of the side of a group
+    int64_t units() const { return sides == SMALL ? FEATURES * 4 * per_offsets() : 0; }  // bytes of a block's units
+    int64_t bits() const { return kind == NIBBLES ? 4 : kind == FIVES ? 5 : kind == SIXES ? 6 : 8; }
+    int64_t code_bytes(int64_t columns) const { return FEATURES * columns * bits() / 8; }
     int64_t groups() const { return (k + group - 1) / group; }
-    int64_t panel_bytes() const { return groups() * side() + code_bytes(k); }
+    int64_t blocks() const { return ((groups() - 1) >> shift) + 1; }
+    int64_t panel_bytes() const { return blocks() * units() + groups() * side() + code_bytes(k); }
+    bool has_low_bits() const { return bits() < 8; }  // in words of 8 columns
+    const char* panel(int64_t row) const { return data() + row / FEATURES * panel_bytes(); }
     bool needs_sums() const { return offsets || centre != 0; }
     bool takes_int8() const { return int8 && numbers.unit != 0; }
     bool takes_whole_numbers() const {  // if activations are bfloat16
@@ -112,7 +132,7 @@ constexpr int64_t QUANTUM = 32;  // columns of a row with one unit
 // How a matrix reads activations in int8; matrices with the same form share them.
 struct Form {
     int64_t cell;  // columns whose products are summed as integers: of one group of weights and one of activations
-    bool nibbles;  // the order of columns in its words
+    bool low_bits;  // the order of columns in its words
     int32_t zero;  // is subtracted from its numbers
 
     bool operator==(const Form&) const = default;
@@ -129,9 +149,107 @@ template <>
 void packed_products(const Packed& w, const Activations<int8_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride);
 
-INLINE vf load_side(const Packed& w, const char* p, int64_t feature) {
-    return w.wide ? load(reinterpret_cast<const float*>(p) + feature) : load(reinterpret_cast<const bf16*>(p) + feature);
+// Where the parts of a group are: copied before a loop, as stores keep the compiler from holding a Packed in registers.
+struct Group {
+    const char *units, *side, *codes;
+};
+struct Layout {
+    int64_t sides, width, units, side, codes, block;
+    int shift;
+    explicit Layout(const Packed& w)
+        : sides(w.sides), width(w.side_width()), units(w.units()), side(w.side()), codes(w.code_bytes(w.group)),
+          block(units + ((side + codes) << w.shift)), shift((int)w.shift) {}
+    INLINE Group at(const char* panel, int64_t g) const {
+        const int64_t in = g & ((1 << shift) - 1);
+        const char* first = panel + (g >> shift) * block;
+        return {first, first + units + in * side, first + units + (side << shift) + in * codes};
+    }
+};
+
+// Prefetches BYTES of the codes that are read after those at p: near ones into L1, and into L2 those that take longer to
+// come from memory than L1 has room for.
+template <int64_t BYTES> INLINE void prefetch_codes(const char* p) {
+    constexpr int64_t NEAR = 4096, FAR = 16384;
+#pragma GCC unroll 8
+    for (int64_t line = 0; line < BYTES; line += 64) {
+        __builtin_prefetch(p + NEAR + line);
+        __builtin_prefetch(p + FAR + line, 0, 2);
+    }
 }
+
+// W bytes as signed numbers. GCC turns a conversion of vectors into many more instructions.
+INLINE vi wide_bytes(const char* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    typedef int8_t Small __attribute__((vector_size(W)));
+    return __builtin_convertvector(load_as<Small>(p), vi);
+#endif
+}
+
+// W float16 numbers. Without an instruction for it, not for infinities and NaN.
+INLINE vf load_float16(const char* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    const vi up = (vi)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+    return (vf)((up >> 3) & (int)0x8fffe000) * 0x1p112f;
+#endif
+}
+
+// The scales of W features, or the offsets (OF = 1).
+template <int OF> INLINE vf load_side(const Layout& w, const Group& at, int64_t feature) {
+    const char* p = at.side + (OF * FEATURES + feature) * w.width;
+    if (w.sides == SMALL) {
+        return __builtin_convertvector(wide_bytes(p), vf) * load(reinterpret_cast<const float*>(at.units) + OF * FEATURES + feature);
+    }
+    if (w.sides == FLOAT16) return load_float16(p);
+    return w.sides == FLOAT32 ? load(reinterpret_cast<const float*>(p)) : load(reinterpret_cast<const bf16*>(p));
+}
+
+// Eight columns, a byte each, in the order of their words: of two words of bytes, or of the low and the high halves of the
+// bytes of a word with their low bits.
+INLINE uint64_t in_words(uint64_t columns, bool low_bits) {
+    if (!low_bits)  // 0 2 1 3, 4 6 5 7
+        return (columns & 0xff0000ffff0000ff) | (columns & 0x0000ff000000ff00) << 8 | (columns >> 8 & 0x0000ff000000ff00);
+    uint64_t half[2] = {columns & 0xffffffff, columns >> 32};  // 0 4 1 5, 2 6 3 7
+    for (uint64_t& x : half) {
+        x = (x | x << 16) & 0x0000ffff0000ffff;
+        x = (x | x << 8) & 0x00ff00ff00ff00ff;
+    }
+    return half[0] | half[1] << 8;
+}
+
+// --- codes of five and six bits ------------------------------------------------------------------------------------------
+
+template <int BITS> struct SplitWords {
+    static constexpr int HIGH = BITS - 4, WORDS = 4 / HIGH;  // of low bits; one of high bits follows
+    static constexpr int QUADS = 2 * WORDS, PAIRS = 4 * WORDS;
+    static constexpr int64_t STEP = (WORDS + 1) * FEATURES * WORD;  // bytes of a panel
+    static constexpr uint32_t MASK = ((1 << HIGH) - 1) << 4;
+
+    // High bits where bits 4 and up of every byte or half word of low bits are; what is beside them is arbitrary.
+    static INLINE vu high(const char* p, int from) {
+        const vu word = load_as<vu>(p + WORDS * FEATURES * WORD);
+        return from < 4 ? word << (4 - from) : word >> (from - 4);
+    }
+    static INLINE vu low(const char* p, int word, int shift) { return load_as<vu>(p + word * FEATURES * WORD) >> shift; }
+
+    static INLINE vu quad(const char* p, int i) {
+        return (low(p, i / 2, i % 2 * 4) & 0x0f0f0f0fu) | (high(p, HIGH * i) & MASK * 0x01010101u);
+    }
+    static INLINE vu low_of_pair(const char* p, int i) { return low(p, i / 4, i % 4 * 4); }
+    static INLINE vu high_of_pair(const char* p, int i) {
+        return high(p, i % 4 / 2 * 8 + HIGH * (i / 4 * 2 + i % 2));
+    }
+    static INLINE vu pair(const char* p, int i) {
+        return (low_of_pair(p, i) & 0x000f000fu) | (high_of_pair(p, i) & MASK * 0x00010001u);
+    }
+};
 
 // The values of one weight row, rounded once.
 template <class T> void packed_row(const Packed& w, int64_t row, T* out);
