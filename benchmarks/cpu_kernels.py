@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.common import arguments, in_turns, seconds
 from specdec.backends.cpu.library import Kernels, KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.packed import INT8
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.checkpoints.quantised import ROUNDED_BITS, rounded
 
@@ -154,7 +155,7 @@ def main() -> None:
 
 
 def measure(kernels: Kernels, options: argparse.Namespace) -> None:
-    ops = NativeOps(getattr(torch, options.dtype), kernels, int8=options.activations == "int8")
+    ops = NativeOps(getattr(torch, options.dtype), kernels, int8=INT8[options.activations])
     wanted = tuple(options.only.split(","))
     chosen = [case for case in cases(ops, options.weights) if case.name.startswith(wanted)]
     stream = kernels.function("stream_read", "pii", ctypes.c_double)

@@ -50,7 +50,8 @@ def load(
         dtype: "auto", "bfloat16", "float32", or "float16" if the backend supports it.
         weights: "auto" (as stored), "decoded" (quantised weights become ``dtype``), or "int8" or "int4": plain weights
             are quantised when they are loaded.
-        activations: "float", or "int8": rounded to int8 for products with packed integers, on the CPU backend.
+        activations: of products with packed integers on the CPU backend: "float", "int8" (rounded to int8), or "auto"
+            (int8 with the weights of GGUF files).
         threads: threads of a pass on the CPU backend. The default is torch's number, at most the processors that the
             affinity mask and the control group's quota leave to this process.
         instruction_set: what the CPU backend's kernels may use, such as "avx2"; "auto" is the widest that the processor

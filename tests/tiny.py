@@ -485,16 +485,17 @@ def kernels_available() -> tuple[str, ...]:
     return ("torch",) if isinstance(load_kernels(), KernelsUnavailable) else ("torch", "native")
 
 
-def make_ops(kernels: str, dtype: str, *, int8: bool = False) -> Any:
-    """The ops of the CPU backend with the kernels of that name; ``int8``: activations."""
+def make_ops(kernels: str, dtype: str, *, activations: str = "float") -> Any:
+    """The ops of the CPU backend with the kernels of that name."""
+    from specdec.backends.cpu.packed import INT8
     from specdec.backends.cpu.reference import ReferenceOps
 
     if kernels == "torch":
-        return ReferenceOps(getattr(torch, dtype), int8=int8)
+        return ReferenceOps(getattr(torch, dtype), int8=INT8[activations])
     from specdec.backends.cpu.library import load_kernels
     from specdec.backends.cpu.native import NativeOps
 
-    return NativeOps(getattr(torch, dtype), load_kernels(), int8=int8)
+    return NativeOps(getattr(torch, dtype), load_kernels(), int8=INT8[activations])
 
 
 def make_target(

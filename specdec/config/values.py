@@ -90,8 +90,8 @@ class TargetConfig:
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     # "decoded": quantised weights become dtype; "int8" and "int4" quantise plain ones at load
     weights: str = attrs.field(default="auto", validator=one_of("auto", "decoded", "int8", "int4"))
-    # of products with packed integers: as they are, or rounded to int8
-    activations: str = attrs.field(default="float", validator=one_of("float", "int8"))
+    # of products with packed integers: as they are, or rounded to int8; "auto" rounds those of GGUF files
+    activations: str = attrs.field(default="auto", validator=one_of("auto", "float", "int8"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))  # a folder
     source: str = _source()

@@ -55,7 +55,7 @@ class DraftModelConfig:
     backend: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     weights: str = attrs.field(default="auto", validator=one_of("auto", "decoded", "int8", "int4"))  # as target.weights
-    activations: str = attrs.field(default="float", validator=one_of("float", "int8"))  # as target.activations
+    activations: str = attrs.field(default="auto", validator=one_of("auto", "float", "int8"))  # as target.activations
     tokenizers: str = attrs.field(default="ids", validator=one_of("ids", "text"))  # "text": the model has its own
     min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # stop below this probability
     min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second

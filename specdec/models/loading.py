@@ -120,10 +120,13 @@ def load_target(config: RunConfig) -> LoadedTarget:
             notices.append(f"weights = {asked.weights!r} leaves quantised weights as they are stored")
         else:
             how = f"; rounded to {asked.weights} when loaded"
-    if asked.activations == "int8":
-        count = ops.int8_matrices
-        how += f"; int8 activations ({count} matrices)" if count else "; float activations: none is of packed integers"
-    target.info = attrs.evolve(target.info, weights=stored.summary() + how)
+    made = target.info.fingerprint
+    if ops.int8_matrices:
+        how += f"; int8 activations ({ops.int8_matrices} matrices)"
+        made += "-int8-activations"
+    elif asked.activations == "int8":
+        how += "; float activations: none is of packed integers"
+    target.info = attrs.evolve(target.info, weights=stored.summary() + how, fingerprint=made)
     if asked.mtp_states != "auto" and not target.info.mtp_layers:
         raise ConfigError(f"target.mtp_states is {asked.mtp_states!r}, and {asked.model} has no MTP head")
     if asked.weights != "decoded":
@@ -146,7 +149,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
 def _own_options(asked: TargetConfig) -> dict[str, Any]:
     """The keys of ``[target]`` that are options of the backend."""
     options = {"threads": asked.threads, "instruction_set": asked.instruction_set, "activations": asked.activations}
-    return {name: value for name, value in options.items() if value not in (None, "auto", "float")}
+    return {name: value for name, value in options.items() if value not in (None, "auto")}
 
 
 def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
@@ -381,14 +384,12 @@ def _probe(target: CausalLM, notices: list[str]) -> None:
 
 
 def _fingerprint(checkpoint: Checkpoint, asked: TargetConfig) -> str:
-    """The checkpoint's, and what ``target.weights``, ``target.activations`` and ``target.mtp_states`` make of it: a
-    saved state fits only those products, and an MTP head's cache only the states that it was made of."""
+    """The checkpoint's, and what ``target.weights`` and ``target.mtp_states`` make of it: a saved state fits only those
+    weights, and an MTP head's cache only the states that it was made of."""
     plain = not any(found.quantised for found in formats_of(checkpoint).values())
     parts = [fingerprint(checkpoint)]
     if asked.weights in ROUNDED_BITS or (asked.weights == "decoded" and not plain):
         parts.append(asked.weights)
-    if asked.activations == "int8":
-        parts.append("int8-activations")
     if _mtp_residual(asked.mtp_states, checkpoint) != checkpoint.head.residual:
         parts.append(asked.mtp_states)
     return "-".join(parts)

@@ -70,8 +70,8 @@ def check_speculation(folder: Path, target: Any) -> None:
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) -> None:
     folder = folder_of(tmp_path, family)
-    for weights, int8 in (("int8", False), ("int4", False), ("int4", True)):
-        ops = tiny.make_ops("native", "bfloat16", int8=int8)
+    for weights, activations in (("int8", "float"), ("int4", "float"), ("int4", "int8")):
+        ops = tiny.make_ops("native", "bfloat16", activations=activations)
         check_speculation(folder, tiny.make_target(folder, ops=ops, dtype="bfloat16", weights=weights))
 
 

@@ -23,7 +23,7 @@ class CpuConfig:
 
     threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, 256)))
     instruction_set: str = "auto"
-    activations: str = attrs.field(default="float", validator=one_of("float", "int8"))
+    activations: str = attrs.field(default="auto", validator=one_of("auto", "float", "int8"))
 
 
 def _build(config: CpuConfig) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from specdec.backends import Backend, eager_reason
 from specdec.backends.cpu.library import KernelsUnavailable, load_kernels
+from specdec.backends.cpu.packed import INT8
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.threads import Threads
 from specdec.logs import get_logger
@@ -21,9 +22,9 @@ class CpuBackend(Backend):
     name = "cpu"
     dtypes = ("bfloat16", "float32")
 
-    def __init__(self, threads: int | None = None, instruction_set: str = "auto", activations: str = "float") -> None:
+    def __init__(self, threads: int | None = None, instruction_set: str = "auto", activations: str = "auto") -> None:
         self.threads = Threads(threads)
-        self.int8 = activations == "int8"
+        self.int8 = INT8[activations]
         self.kernels = load_kernels(instruction_set)
         facts = [platform.machine()]
         if not isinstance(self.kernels, KernelsUnavailable):

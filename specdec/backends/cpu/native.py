@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class NativeOps(ReferenceOps):
         threads: Threads | None = None,
         *,
         eager_reason: str = "",
-        int8: bool = False,
+        int8: Set[str] = frozenset(),
     ) -> None:
         """``eager_reason`` is the reason not to record passes; "" records them. ``int8``: as in ``ReferenceOps``."""
         super().__init__(dtype, int8=int8)
@@ -197,7 +197,7 @@ class NativeOps(ReferenceOps):
             codes = self._packer.pack(tensor)
             if codes is None:
                 return self.weight(tensor.decode())
-            self.int8_matrices += self.int8 and takes_int8(tensor)
+            self.int8_matrices += tensor.format in self.int8 and takes_int8(tensor)
             return self._handle(tensor.shape, codes)
         weight = super().weight(tensor)
         if weight.ndim == 1:

@@ -8,6 +8,7 @@ integers plus one half, or those of e4m3. Scales and offsets keep the narrowest 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 import attrs
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from specdec.checkpoints.quantised import StoredMatrix
 
 FORMATS = frozenset({"fp8-block", "fp8", "nvfp4", "mxfp4", "mlx-affine", "int", "gguf"})
+# By target.activations: formats whose products take activations in int8. "auto": as those who made the format do.
+INT8 = {"float": frozenset[str](), "auto": frozenset({"gguf"}), "int8": FORMATS}
 HEADER, MAX_GROUP, COLUMNS = 512, 128, 8  # kernels/packed.h; columns of a word, of which groups and rows are multiples
 _INNER, _OUTER = 1, 2
 _NIBBLES, _INTEGERS, _HALVES, _E4M3, _FIVES, _SIXES = range(6)
@@ -68,10 +71,10 @@ def takes_int8(matrix: StoredMatrix) -> bool:
 class Packer:
     """The functions of kernels/packed.cpp. A packed matrix is one uint8 tensor: a header and its panels.
 
-    ``int8``: activations are multiplied as int8 with matrices whose codes are integers.
+    ``int8``: formats whose products take activations in int8, if their codes are integers.
     """
 
-    def __init__(self, kernels: Kernels, threads: Threads, *, int8: bool = False) -> None:
+    def __init__(self, kernels: Kernels, threads: Threads, *, int8: Set[str] = frozenset()) -> None:
         self._int8 = int8
         self._bytes = kernels.function("packed_bytes", "p", ctypes.c_int64)
         self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppppiiip", threads=threads)
@@ -104,7 +107,7 @@ class Packer:
             sides=_SIDES.index(sides),
             shift=0 if unit is None else (scale.shape[1] // unit.shape[1]).bit_length() - 1,
             offsets=0 if offset is None else mode,
-            int8=self._int8,
+            int8=matrix.format in self._int8,
             factor=1.0 if factor is None else float(factor),
             centre=translated.centre,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
-from specdec.backends.cpu.packed import FORMATS, takes_int8
+from specdec.backends.cpu.packed import takes_int8
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.ops import Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.checkpoints.quantised import StoredMatrix
@@ -39,8 +39,8 @@ class ReferenceOps(Ops):
 
     hidden_type = CpuHidden
 
-    def __init__(self, dtype: torch.dtype, kernels: str = "torch reference", *, int8: bool = False) -> None:
-        """``int8``: products with weights that are stored as integers take ``int8_rows`` of their activations."""
+    def __init__(self, dtype: torch.dtype, kernels: str = "torch reference", *, int8: Set[str] = frozenset()) -> None:
+        """``int8``: products with weights of these formats take ``int8_rows`` of their activations."""
         self.dtype = dtype
         self.int8 = int8
         self._integers: dict[int, weakref.ref[Tensor]] = {}  # weights whose products take int8 activations
@@ -51,7 +51,7 @@ class ReferenceOps(Ops):
             "bulk, so that another chunking of a prompt may round differently",
             max_rows=MAX_ROWS,
             batch_rows=MAX_ROWS,
-            packed_formats=FORMATS if self.int8 else frozenset(),
+            packed_formats=frozenset(self.int8),
             slow=True,
         )
 

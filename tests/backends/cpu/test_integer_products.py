@@ -40,7 +40,7 @@ WIDTHS = {name: 256 for name in BLOCK_TYPES if "K" in name or name == "IQ4_XS"} 
 
 @pytest.fixture(scope="module")
 def ops(instruction_set: str, dtype: torch.dtype) -> NativeOps:
-    return NativeOps(dtype, kernels_of(instruction_set), int8=True)
+    return NativeOps(dtype, kernels_of(instruction_set), int8=FORMATS)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
 @pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 4 g64", "Q4_K", "Q6_K", "IQ4_NL"])
 def test_the_reference_multiplies_the_same(name: str, tmp_path: Path) -> None:
     """Its weights are decoded, so it rounds once more; sums of MKL have any order."""
-    ops = ReferenceOps(torch.float32, int8=True)
+    ops = ReferenceOps(torch.float32, int8=FORMATS)
     matrix = matrix_of(name, 40, 2, 3, tmp_path, torch.float32)
     x = activations(5, matrix.shape[1], 0, "plain", torch.float32)
     values, parts = meaning(matrix)
@@ -175,7 +175,7 @@ def test_instruction_sets_with_fused_multiply_add_agree(name: str, tmp_path: Pat
     x = activations(9, matrix.shape[1], 2, "plain", torch.bfloat16)
     first, *others = [
         torch.from_numpy(ops.head(x, ops.weight(matrix)).rows())
-        for ops in (NativeOps(torch.bfloat16, kernels_of(instructions), int8=True) for instructions in FUSED)
+        for ops in (NativeOps(torch.bfloat16, kernels_of(instructions), int8=FORMATS) for instructions in FUSED)
     ]
     for other in others:
         assert_same_bits(other, first)
