@@ -27,7 +27,7 @@ from tests.models.test_families_mtp import QwenMoeOracle
 from tests.selection import cases
 from tests.tiny_families import SHAPES
 
-MUTANTS = {"hidden-pre-norm": "prenorm_hidden", "chain-pre-norm": "prenorm_chain", "gate-silu": "silu_gate"}
+MISTAKES = {"hidden-pre-norm": "prenorm_hidden", "chain-pre-norm": "prenorm_chain", "gate-silu": "silu_gate"}
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = 9
 
@@ -35,8 +35,8 @@ PROMPT = 9
 def with_mistake(oracle: Any, switch: str) -> Any:
     """The oracle, making a mistake of ours."""
     right = oracle.mtp
-    if switch in MUTANTS:
-        oracle.mutant = MUTANTS[switch]
+    if switch in MISTAKES:
+        oracle.mistake = MISTAKES[switch]
     elif switch == "no-rotary":
 
         def unrotated(tokens: Sequence[int], hidden: Any) -> Any:

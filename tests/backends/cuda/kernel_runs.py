@@ -29,7 +29,7 @@ ROUNDING = {torch.float32: UNIT, torch.bfloat16: 2.0**-8}
 FORMS = ["dense", "fp8 128x128", "fp8 per row", "fp8 32x32", "nvfp4"]
 DTYPES = [torch.float32, torch.bfloat16]
 
-only_interpreted = pytest.mark.skipif(not interpreting(), reason="mutants and orders are tried when interpreting")
+only_interpreted = pytest.mark.skipif(not interpreting(), reason="orders of programs are tried when interpreting")
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def same_for_any_rows(
     return expected
 
 
-# --- changed kernels -------------------------------------------------------------------------------------------------
+# --- orders of programs ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.backends.cuda import caches, memory, passes
+from specdec.backends.cuda import caches, memory
 from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Needs
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
@@ -123,30 +123,6 @@ def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
 
 def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     check_sequences_share_a_graph(build)
-
-
-@pytest.mark.parametrize("baked", ["row", "table"])
-def test_a_graph_that_keeps_a_length_is_caught(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, baked: str
-) -> None:
-    """The row of the table as it was when the graph was captured, or a static table that is filled only once."""
-    if baked == "row":
-        original = caches.CapturedCache.__init__
-
-        def keeping(self: Any, cache: Any, row: Any, bound: int) -> None:
-            original(self, cache, row.clone(), bound)
-
-        monkeypatch.setattr(passes.CapturedCache, "__init__", keeping)
-    else:
-        load = passes.CudaPasses.load
-
-        def once(self: Any, table: Any, tokens: Any, hidden: Any) -> None:
-            held = self.current.clone() if self.graphs else table
-            load(self, held, tokens, hidden)
-
-        monkeypatch.setattr(passes.CudaPasses, "load", once)
-    with pytest.raises(AssertionError):
-        check_sequences_share_a_graph(build)
 
 
 def test_a_pass_that_calculates_with_a_length_is_refused() -> None:

@@ -23,7 +23,7 @@ from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.families import arrays  # noqa: E402
-from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
+from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
@@ -93,15 +93,6 @@ def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made: Made, dtype:
     reference, _ = logits(made(None, dtype), [5])
     assert np.ptp(reference) > 5
     assert np.abs(reference - singly).max() <= (1e-4 if dtype == "float32" else 0.05) * np.ptp(reference)
-
-
-def test_a_kernel_that_depends_on_its_rows_is_found_out(made: Made) -> None:
-    """The same check over products that begin their sums with the number of rows beside them."""
-    mutated = Mutated(EMULATED, "sums[c][r] = 0.0f;", "sums[c][r] = 1.0e-3f * float(rows);")
-    target = made(mutated)
-    singly, together = (logits(target, passes)[0] for passes in ([1, 1], [2]))
-    assert mutated.changed
-    assert not np.array_equal(singly, together)
 
 
 def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made: Made) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -36,7 +35,6 @@ from specdec import (
 )
 from specdec.contract import NO_NEEDS, DraftNoise, Snapshot, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
-from specdec.sampling import Purpose, draw, uniforms
 
 from .bases import Counting, Exact, Lookup, Margin
 from .toy import Toy
@@ -97,47 +95,6 @@ class Sometimes(Plain):
 
     def propose(self, context: Context, depth: int) -> Draft:
         return Draft() if len(context) % 3 else Draft((context[-1],) * depth)
-
-
-@correct("drafter")
-class AlwaysWrong(Plain):
-    """Drafts ids that no sensible text has in a row."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        return Draft(tuple((context[-1] + 1 + at) % self.vocab for at in range(depth)))
-
-
-@correct("drafter")
-class HalfAsDeep(Plain):
-    """Gives half of what it is asked for, rounded up."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        return Draft(tuple(context[-1 - at % len(context)] for at in range((depth + 1) // 2)))
-
-
-@correct("drafter")
-class ThreeTokens(Plain):
-    """Draws from three tokens with fixed probabilities, whatever the temperature is, and says so."""
-
-    weights = (0.5, 0.3, 0.2)
-
-    def law(self, last: int) -> Any:
-        law = np.zeros(self.vocab, np.float32)
-        for step, weight in enumerate(self.weights):
-            law[(last * 3 + step) % self.vocab] += np.float32(weight)
-        return law
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        sampling, tokens, rows = context.sampling, [], []
-        drawn = sampling.temperature > 0 and context.draft_noise is DraftNoise.INDEPENDENT
-        for at in range(depth):
-            law = self.law([*context[-1:], *tokens][-1])
-            u = float(
-                uniforms(sampling.seed, len(context) + at, Purpose.DRAFT, np.zeros(1, np.int64), context.cycle)[0]
-            )
-            tokens.append(int(draw(law.astype(np.float64), u)) if drawn else int(law.argmax()))
-            rows.append(law)
-        return Draft(tuple(tokens), np.stack(rows) if drawn and rows else None)
 
 
 @correct("drafter")
@@ -208,19 +165,6 @@ class LongReport(Lookup):
         return {"größen": {"tokens": len(self.seen), "none": None}, "list": [1, 2.5, "drei", True, []]}
 
 
-@correct("drafter")
-class LongestMatch(Plain):
-    """Keeps nothing and searches the whole context each time."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        text = context[:]
-        for length in range(min(len(text) - 1, 4), 0, -1):
-            for start in range(len(text) - length - 1, -1, -1):
-                if text[start : start + length] == text[-length:]:
-                    return Draft(tuple(text[start + length : start + length + depth]))
-        return Draft()
-
-
 # --- verifiers --------------------------------------------------------------------------------------------------------
 
 
@@ -238,14 +182,6 @@ def _first(logits: Logits, draft: Draft) -> Logits:
     from specdec.backends.arrays import HostLogits
 
     return HostLogits(logits.rows()[: min(len(draft.tokens), 1) + 1])
-
-
-@correct("verifier")
-class WideMargin(Margin):
-    """Bounded, by fifty nats."""
-
-    def __init__(self, config: Any = None) -> None:
-        self.bound = 50.0
 
 
 @correct("verifier")
@@ -271,13 +207,6 @@ class ModestlyExact(Exact):
     """Exact, and promises no more than the distribution."""
 
     guarantee: ClassVar[Guarantee] = Guarantee.DISTRIBUTION
-
-
-@correct("verifier")
-class ModestlyHeuristic(Exact):
-    """Exact, and promises nothing."""
-
-    guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -308,31 +237,6 @@ class TwoRows(Toy):
 
 
 @correct("target")
-class ManyRows(Toy):
-    """Passes of up to 200 rows."""
-
-    def __init__(self) -> None:
-        super().__init__(max_rows=200)
-
-
-@correct("target")
-class SlowRows(Toy):
-    """Takes three milliseconds for a row."""
-
-    def row(self, state: Any, position: int, token: int) -> list[Any]:
-        time.sleep(0.003)
-        return super().row(state, position, token)
-
-
-@correct("target")
-class WithHead(Toy):
-    """Has an MTP head, whose drafts are poor."""
-
-    def __init__(self) -> None:
-        super().__init__(mtp=True)
-
-
-@correct("target")
 class Numeric(Toy):
     """Declares numeric parity, and passes of several rows have other last bits."""
 
@@ -353,15 +257,6 @@ class AllEqual(Toy):
 
     def logits(self, hidden: Any) -> Any:
         return np.zeros((len(hidden), self.info.vocab_size), np.float32)
-
-
-@correct("target")
-class WideLogits(Toy):
-    """Has logits of several hundred."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = np.float32(40)
 
 
 @correct("target")
@@ -518,11 +413,6 @@ class Fixed(DepthPolicy):
 
 
 @correct("policy")
-class OneDepth(Fixed):
-    """One token, always."""
-
-
-@correct("policy")
 class ThousandDeep(Fixed):
     """A thousand tokens, always."""
 
@@ -538,18 +428,6 @@ class NeverSpeculates(Fixed):
     @property
     def reason(self) -> str:
         return "this policy never drafts"
-
-
-@correct("policy")
-class Alternates(Fixed):
-    """Five tokens after every second record, and none in between."""
-
-    @property
-    def reason(self) -> str:
-        return "every second cycle decodes plainly" if self.records % 2 else ""
-
-    def next_depth(self, stats: Stats) -> int:
-        return 0 if self.records % 2 else 5
 
 
 # --- logits processors ------------------------------------------------------------------------------------------------
@@ -574,20 +452,6 @@ class AllButOne(LogitsProcessor):
         for at, token in enumerate(draft):
             if token != self.allowed([*history, *draft[:at]]):
                 return at
-        return len(draft)
-
-
-@correct("processor")
-class DoesNothing(LogitsProcessor):
-    """Returns a copy."""
-
-    def __init__(self, config: Any, env: Any) -> None:
-        pass
-
-    def process(self, logits: Any, history: Sequence[int]) -> Any:
-        return logits.copy()
-
-    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
         return len(draft)
 
 
