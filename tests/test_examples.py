@@ -17,7 +17,7 @@ from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import LiveSequence
 from specdec.drafters.none import NoDrafter
-from specdec.errors import CheckpointError, ConfigError, ContractError, UnsupportedError
+from specdec.errors import ConfigError
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import TableModel, check_plugin, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
@@ -116,13 +116,6 @@ def test_the_backend_generates_what_the_cpu_backend_does():
     assert all(other.tokens == drafted.tokens for other in others)
 
 
-def test_the_backend_lacks_what_families_with_experts_need():
-    from first_backend import NumpyOps
-
-    with pytest.raises(UnsupportedError, match="NumpyOps has no moe"):
-        NumpyOps().moe(None, None, None, None)
-
-
 def test_the_target_needs_no_checkpoint(tmp_path):
     """By configuration and from Python, with any text as the model; drafts change nothing; a session goes through a
     file; the kit finds it by its name."""
@@ -142,35 +135,6 @@ def test_the_target_needs_no_checkpoint(tmp_path):
     later.load(tmp_path / "turn.safetensors")
     assert later.generate(max_new_tokens=20).text == session.generate(max_new_tokens=20).text
     assert check_plugin("markov", effort="sample").raise_for_failures().outcomes
-
-
-def test_a_target_whose_tokenizer_does_not_fit_is_refused(registry):
-    import first_target
-
-    import specdec
-
-    class Wrong:
-        changes = {}
-
-        @specdec.hookimpl
-        def specdec_forward_pass(self, target_config):
-            made = first_target.Markov(first_target.TEXT)
-            for name, value in self.changes.items():
-                setattr(made, name, value)
-            return made if target_config.backend == "wrong" else None
-
-    registry.register(Wrong(), "wrong")
-    small = first_target.Markov("ab").info
-    for changes, words in (
-        ({"tokenizer": object()}, "has a tokenizer of type object"),
-        ({"info": small}, "has 2 tokens, its tokenizer 16"),
-    ):
-        Wrong.changes = changes
-        with pytest.raises(ContractError, match=words):
-            specdec.load(backend="wrong")
-    Wrong.changes = {"tokenizer": None}
-    with pytest.raises(CheckpointError, match="no such folder|no folder"):
-        specdec.load("./nowhere", backend="wrong")
 
 
 def test_the_observer_writes_a_line_per_cycle(registry, tmp_path, monkeypatch):

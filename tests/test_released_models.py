@@ -9,9 +9,7 @@ import zipfile
 import attrs
 import pytest
 
-from benchmarks.released import TASKS
 from benchmarks.released_page import page
-from specdec.measuring import load_prompts
 from tools import fetch_models
 from tools.fetch_models import ReleasedModel, fetch
 
@@ -68,13 +66,6 @@ def test_the_page_has_what_was_measured_and_no_time_of_a_busy_machine(measured, 
         assert words in text
     for words in lacks:
         assert words not in text
-
-
-def test_there_are_ten_tasks_of_each_kind():
-    tasks = load_prompts(TASKS, chat=True)
-    assert list(tasks) == ["code", "editing", "prose", "maths"]
-    assert all(len({prompt.text for prompt in prompts}) >= 10 for prompts in tasks.values())
-    assert all(prompt.chat for prompts in tasks.values() for prompt in prompts)
 
 
 def test_a_fetched_file_is_joined_and_checked(tmp_path, monkeypatch):

@@ -64,10 +64,6 @@ def test_what_was_written_is_read(tmp_path: Path, shards: int) -> None:
             assert torch.equal(loaded, tensor)
 
 
-def test_a_missing_generation_config_is_empty(tmp_path: Path) -> None:
-    assert Checkpoint.open(write_checkpoint(tmp_path, CONFIG, TENSORS)).generation_config == {}
-
-
 def test_tensors_are_mapped_not_copied_and_outlive_the_checkpoint(tmp_path: Path) -> None:
     """A loaded tensor's address lies in a private mapping of the file; closing keeps it, writing spares the file."""
     big = torch.arange(1 << 18, dtype=torch.float32)
@@ -154,15 +150,6 @@ def test_a_file_that_is_no_safetensors_says_what_it_is(tmp_path: Path, content: 
     message = refusal(with_weights(tmp_path, content))
     assert fact in message
     assert str(tmp_path / "model.safetensors") in message
-
-
-def test_a_truncated_file_says_how_long_it_should_be(tmp_path: Path) -> None:
-    file = write_checkpoint(tmp_path, CONFIG, TENSORS) / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:-3])
-    message = refusal(tmp_path)
-    assert "truncated" in message
-    assert f"{len(content)} bytes and has {len(content) - 3}" in message
 
 
 @given(st.binary(max_size=200))

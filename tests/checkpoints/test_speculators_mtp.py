@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
-from specdec.checkpoints import names as tensor_names
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import SpecdecError
 from tests import tiny
@@ -146,20 +145,6 @@ def test_a_model_with_several_mtp_layers_runs_without_its_head_as_the_refusal_sa
         assert lm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, ignore_eos=True).stats.offered
 
 
-@pytest.mark.parametrize("swapped", [("input_proj.", "input_proj."), ("hidden_layernorm.", "token_layernorm.")])
-def test_a_name_that_is_read_wrongly_changes_drafts_or_is_refused(
-    swapped: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = written(tmp_path / "model")
-    head = converted(model, tmp_path / "head")
-    one, other = swapped
-    names = dict(tensor_names._SPECULATORS)
-    names[one], names[other] = (names[other], names[one]) if one != other else ("mtp.layers.0.input_proj.",) * 2
-    monkeypatch.setattr(tensor_names, "_SPECULATORS", names)
-    with pytest.raises((AssertionError, SpecdecError)):
-        drafted(loaded(model, mtp=str(head)), MtpOracle(model, "prenorm_hidden"))
-
-
 def test_output_and_sessions_are_those_of_plain_decoding(tmp_path: Path) -> None:
     model = written(tmp_path / "model")
     head = converted(model, tmp_path / "head")
@@ -212,13 +197,3 @@ def test_states_for_a_head_that_is_not_there_are_refused(tmp_path: Path) -> None
     config = RunConfig(target=TargetConfig(model=str(model), mtp_states="residual"))
     with pytest.raises(SpecdecError, match="has no MTP head"):
         specdec.load(config=config, drafter="none")
-
-
-def test_info_names_the_way_to_use_such_a_head(tmp_path: Path) -> None:
-    head = converted(written(tmp_path / "model"), tmp_path / "head")
-    with pytest.raises(SpecdecError, match="read with its target") as refused:
-        specdec.inspect_checkpoint(head)
-    assert "target.mtp" in refused.value.facts["try"]
-    report = specdec.inspect_checkpoint(tmp_path / "model", mtp=str(head))
-    assert str(head) in report.mtp
-    assert report.missing == report.unused == report.problems == []

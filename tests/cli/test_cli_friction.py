@@ -35,14 +35,6 @@ def test_an_option_has_one_name_everywhere():
     assert all(sum(name.startswith("--") for name in option.opts) == 1 for _, option in options())
 
 
-@pytest.mark.parametrize("command", sorted(main.commands))
-def test_verbose_says_something_on_every_command(invoke, no_load, command):
-    """Even if the command then fails."""
-    assert "[info]" not in invoke(command, "--no-such-option").stderr
-    assert "[info] specdec version=" in invoke("-v", command, "--no-such-option").stderr
-    assert "[debug] arguments" in invoke("-vv", command, "--no-such-option").stderr
-
-
 @pytest.mark.parametrize(
     ("words", "begun", "found"),
     [

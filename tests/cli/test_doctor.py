@@ -124,14 +124,6 @@ def test_a_model_that_is_exact(invoke, tiny_model):
     assert [price["depth"] for price in model["costs"]["depths"]] == list(range(1, ROWS))
 
 
-def test_a_model_for_people(invoke, tiny_model):
-    done = invoke("doctor", tiny_model, *PROBED, registry=with_plugins(ProbedBackend()))
-    assert done.exit_code == 0, done.output
-    said = flat(done.stdout)
-    for text in ("promise exact: all ", "equal 2 to 6 layer 0 (", "break-even", "a step of the MTP head takes"):
-        assert text in said, text
-
-
 def test_a_mistake_is_named_and_a_backend_that_promises_equal_bits_fails(invoke, tiny_model):
     wrong = ProbedBackend(lambda: wrong_ops("swiglu"))
     status, told = doctor(invoke, tiny_model, *PROBED, plugin=wrong)

@@ -124,12 +124,6 @@ def test_an_override_is_toml_or_a_bare_word(text, value):
     assert (override.path, override.value, type(override.value)) == (("a", "b"), value, type(value))
 
 
-@pytest.mark.parametrize("text", ["", "a", "=1", "a..b=1", "a.b=", "a.b=[x, y]", 'a.b="x'])
-def test_a_broken_override_is_an_error(text):
-    with pytest.raises(ConfigError):
-        Override.parse(text)
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [(b"[target", "is not TOML"), (b"\xff\xfe", "is not UTF-8: byte 0xff at offset 0"), (None, "cannot read")],
@@ -187,14 +181,6 @@ def test_a_value_that_a_later_layer_overrides_is_checked_too(tmp_path):
     assert "key target takes a table" in failure("target=1", "target.model=demo")
     path = write(tmp_path, "[generation]\nseed = 'x'\n")
     assert f"{path}" in failure("generation.seed=1", path=path)
-
-
-def test_a_choice_remembers_where_it_was_made(tmp_path):
-    path = write(tmp_path, '[drafter]\nname = "ngram"\n')
-    assert load_config(path).drafter.source == str(path)
-    assert load_config(path, ["drafter.max_order=4"]).drafter.source == f"{path}, -s drafter.max_order=4"
-    assert load_config(path, ["verifier.name=x"]).verifier.source == "-s verifier.name=x"
-    assert load_config(path).verifier.source == ""
 
 
 # --- plugins' options ------------------------------------------------------------------------------------------------

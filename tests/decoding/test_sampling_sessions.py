@@ -164,15 +164,6 @@ def test_logprobs_are_those_of_the_row_that_decided_the_token(
         assert temperature > 0 or bias or not top or entry.token == entry.top[0][0]
 
 
-def test_no_logprobs_unless_asked_for(load: Callable[..., Any]) -> None:
-    lm = variant(load("qwen3_5"), "mtp")
-    assert lm.generate(PROMPT, max_new_tokens=3).logprobs is None
-    told = lm.generate(PROMPT, max_new_tokens=3, logprobs=1, ignore_eos=True).to_dict()
-    assert [entry["token"] for entry in told["logprobs"]] == told["tokens"]
-    assert (told["prompt"], told["generation"]["logprobs"]) == (PROMPT, 1)
-    assert told["fingerprint"] == lm.info.fingerprint
-
-
 # --- an end inside a block -------------------------------------------------------------------------------------------
 
 

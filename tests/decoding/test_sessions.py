@@ -148,21 +148,6 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_dra
     assert bool(restored.session.stats.offered) or drafter != "mtp"
 
 
-def test_a_fork_and_its_origin_go_their_own_ways(lm: Any) -> None:
-    session = lm.session()
-    session.generate(list(range(40, 60)), max_new_tokens=5, ignore_eos=True)
-    session.extra["note"] = ["kept"]
-    fork = session.fork()
-    fork.extra["note"].append("own")
-    there = fork.generate([70, 71], max_new_tokens=5, ignore_eos=True).tokens
-    here = session.generate([80], max_new_tokens=5, ignore_eos=True).tokens
-    assert session.extra == {"note": ["kept"]}
-    assert fork.tokens[:25] == session.tokens[:25]
-    plain = variant(lm)
-    assert there == plain.generate(list(fork.tokens[:-5]), max_new_tokens=5, ignore_eos=True).tokens
-    assert here == plain.generate(list(session.tokens[:-5]), max_new_tokens=5, ignore_eos=True).tokens
-
-
 # --- prefix reuse ----------------------------------------------------------------------------------------------------
 
 
@@ -287,31 +272,6 @@ def test_a_file_cut_anywhere_is_refused(saved: tuple[Any, pathlib.Path], refuses
         refuses(cut)
     cut.write_bytes(data + b"more")
     refuses(cut)
-
-
-@given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_damaged_header_is_refused_or_harmless(
-    load: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, where: float, byte: int
-) -> None:
-    """Never an exception of a library's own: a program catches SessionFileError."""
-    lm = variant(load("qwen3_5"), "mtp")
-    session = lm.session()
-    session.generate([50, 60, 70, 80], max_new_tokens=3, ignore_eos=True)
-    file = tmp_path_factory.getbasetemp() / "damaged"
-    session.save(file)
-    data = bytearray(file.read_bytes())
-    data[int(where * header_size(file))] = byte
-    file.write_bytes(data)
-    other = lm.session()
-    try:
-        other.load(file)
-    except SessionFileError as error:
-        refused = str(error)
-    else:
-        refused = ""
-    event("refused" if refused else "harmless")
-    assert len(other.tokens) == (0 if refused else 7)
-    assert not refused or str(file) in refused
 
 
 FORMAT = session_file.FORMAT
@@ -618,20 +578,6 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
         moment in ("rewind", "snapshot", "observe")
     )
-
-
-@pytest.mark.parametrize(
-    ("drafter", "depth", "reason"),
-    [
-        ("none", 2, "drafter 'none' was chosen"),
-        ("mtp", 0, "the depth policy 'fixed' chose depth 0 in every cycle"),
-        ("ngram", 2, "the drafter made no draft"),
-    ],
-)
-def test_inactive_speculation_says_why(drafter: str, depth: int, reason: str, lm: Any) -> None:
-    run = variant(lm, drafter, depth).generate([50], max_new_tokens=2, ignore_eos=True)
-    assert run.to_dict()["stats"]["speculation"] == {"active": False, "drafter": drafter, "reason": reason}
-    assert lm.generate([50], max_new_tokens=5, ignore_eos=True).stats.speculation()["active"]
 
 
 @pytest.mark.parametrize(

@@ -199,24 +199,6 @@ def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_toke
 # --- saved state ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "llama", "text", "model, look-up"])
-def test_a_loaded_session_has_the_draft_model_s_state(made, tmp_path, kind):
-    lm = made(kind)
-    session = lm.session()
-    session.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
-    session.save(tmp_path / "a.session")
-    later = lm.session()
-    later.load(tmp_path / "a.session")
-    for one in (later, session.fork()):
-        told = _own(one.generate(max_new_tokens=12, ignore_eos=True).stats.draft)
-        assert "rebuilt" not in told
-        assert told["prefilled"] <= 8 or kind == "text"  # its open segment may be long
-
-
-def _own(report: dict[str, Any]) -> dict[str, Any]:
-    return report["drafters"]["draft_model"] if "drafters" in report else report
-
-
 def test_a_saved_state_of_another_draft_model_is_built_again_and_said_so(base, made, tmp_path):
     session = made("recurrent").session()
     session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
@@ -356,16 +338,6 @@ def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows
     assert row.logsumexp() == pytest.approx(whole.logsumexp(), abs=1e-6)
 
 
-def test_the_weights_of_a_draft_model_are_quantised_when_it_is_loaded():
-    plain = specdec.load("demo", drafter="none").generate("def add(", max_new_tokens=24)
-    for weights, held in (("auto", "bfloat16 ("), ("int4", "int4 g64 (")):
-        lm = specdec.load("demo", drafter={"name": "draft_model", "model": "demo", "weights": weights}, depth=3)
-        result = lm.generate("def add(", max_new_tokens=24)
-        assert result.tokens == plain.tokens
-        assert result.stats.draft["weights"].startswith(held)
-        assert result.weights == plain.weights
-
-
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -415,17 +387,6 @@ def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base,
         assert word in str(caught.value)
 
 
-def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_notices(base, folders, written):
-    same = composed(base, {"name": "draft_model", "model": folders.llama, "tokenizers": "text"})
-    assert any('drafter.tokenizers = "ids"' in notice for notice in same.notices)
-    less = pathlib.Path(written(seed=8))
-    file = less / "tokenizer.json"
-    file.write_text(file.read_text().replace(tiny.IM_START, "<|im_stort|>"))
-    assert tiny.IM_START not in file.read_text()
-    with pytest.raises(UnsupportedError, match="1 token ids differ"):
-        composed(base, {"name": "draft_model", "model": str(less)})
-
-
 def test_a_draft_model_without_a_loader_says_what_it_needs():
     spec = draft_model.specdec_drafters()[0]
     with pytest.raises(UnsupportedError, match="no loader is available here"):
@@ -440,3 +401,14 @@ def test_tokens_that_only_the_target_knows_need_rows_in_the_draft_model():
     assert env.notices == ["the draft model does not know 1 tokens of the target: 257 '<|end|>'"]
     with pytest.raises(UnsupportedError, match="a vocabulary of 257, and the target's tokenizer has 258 tokens"):
         draft_model.check_vocabularies(found, env, attrs.evolve(info, vocab_size=257), "drafter.model = 'x'")
+
+
+def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_notices(base, folders, written):
+    same = composed(base, {"name": "draft_model", "model": folders.llama, "tokenizers": "text"})
+    assert any('drafter.tokenizers = "ids"' in notice for notice in same.notices)
+    less = pathlib.Path(written(seed=8))
+    file = less / "tokenizer.json"
+    file.write_text(file.read_text().replace(tiny.IM_START, "<|im_stort|>"))
+    assert tiny.IM_START not in file.read_text()
+    with pytest.raises(UnsupportedError, match="1 token ids differ"):
+        composed(base, {"name": "draft_model", "model": str(less)})

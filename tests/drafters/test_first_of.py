@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.config import Choice, load_config
+from specdec.config import Choice
 from specdec.contract import (
     EMPTY_DRAFT,
     Context,
@@ -186,22 +186,6 @@ def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
     assert "failed" not in told["noted#2"]
 
 
-def test_a_member_whose_snapshot_is_none_is_left_out_alone(monkeypatch):
-    made.clear()
-    played = ScriptedSession.start(subject(Choice("noted", {"number": 0}), Choice("noted", {"number": 1})))
-    monkeypatch.setattr(made[0], "snapshot", lambda context: [1])
-    assert list(played.drafter.snapshot(played.context()).meta) == ["noted#2/number", "noted#2/name", "noted#2"]
-    assert "snapshot returned" in played.drafter.report()["drafters"]["noted"]["failed"]
-
-
-def test_a_session_is_saved_without_a_snapshot_of_a_wrong_type(base, tmp_path, monkeypatch):
-    session = attrs.evolve(base, drafter=composed.composed(base, {"name": "ngram"}).drafter).session()
-    session.feed([1, 2, 3])
-    monkeypatch.setattr(session.sequence.drafter, "snapshot", lambda context: [1])
-    session.save(tmp_path / "a.session")
-    assert "snapshot returned" in session.sequence.failure
-
-
 def test_a_look_up_with_a_long_match_goes_before_a_head():
     """In a repeating text the look-up drafts, in a fresh one the head: a choice by the prefix alone."""
     target = TableModel.random(5, mtp=True, peak=0.3, seed=2)
@@ -300,14 +284,9 @@ def test_a_list_that_cannot_be_used_is_refused_with_the_place_in_it(folders, cas
         assert word in str(caught.value)
 
 
-def test_a_file_takes_tables_in_their_order(base, tmp_path, folders):
-    file = tmp_path / "chain.toml"
-    file.write_text(
-        '[drafter]\nname = "first_of"\n[[drafter.drafters]]\nname = "ngram"\nmin_order = 3\n'
-        f'[[drafter.drafters]]\nname = "mtp"\n[target]\nmodel = "{folders.target}"\n'
-    )
-    config = load_config(file)
-    lm = specdec.load(config=config)
-    assert [child.label for child in lm.drafter.shared] == ["ngram", "mtp"]
-    assert lm.drafter.shared[0].config.min_order == 3
-    assert config.to_dict()["drafter"]["drafters"] == [{"name": "ngram", "min_order": 3}, {"name": "mtp"}]
+def test_a_session_is_saved_without_a_snapshot_of_a_wrong_type(base, tmp_path, monkeypatch):
+    session = attrs.evolve(base, drafter=composed.composed(base, {"name": "ngram"}).drafter).session()
+    session.feed([1, 2, 3])
+    monkeypatch.setattr(session.sequence.drafter, "snapshot", lambda context: [1])
+    session.save(tmp_path / "a.session")
+    assert "snapshot returned" in session.sequence.failure

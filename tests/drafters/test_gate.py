@@ -93,18 +93,6 @@ def test_an_independent_law_has_its_filters_and_its_history() -> None:
     assert gate.report() == {"gate_steps": 5, "gate_stops": 3}
 
 
-def test_a_gate_that_is_off_asks_nothing() -> None:
-    class Untouchable(TableLogits):
-        def topk(self, k: int) -> Any:
-            raise AssertionError("asked")
-
-        argmax = logsumexp = rows = topk  # type: ignore[assignment]
-
-    gate = DraftGate()
-    assert not gate.stops(Untouchable(np.zeros((1, 3), np.float32)), Context([1]))
-    assert gate.report() == {}
-
-
 # --- the drafter, and the law of what comes out -----------------------------------------------------------------------
 
 VOCAB, DEPTH, JOINT = 3, 2, 3

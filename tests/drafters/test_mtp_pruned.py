@@ -18,7 +18,7 @@ from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
 from specdec.errors import ConfigError, ContractError, PromptError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
-from specdec.testing import TableModel, parametrize_checks
+from specdec.testing import parametrize_checks
 from tests import tiny
 
 VOCAB = 277
@@ -141,24 +141,6 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
             assert not session._sequence.failure
 
 
-def test_a_gate_saves_what_would_be_rejected(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
-    sampling = {"max_new_tokens": 40, "ignore_eos": True}
-    results = {}
-    for least in (0.0, 0.5, 1.0):
-        config = MtpConfig(min_confidence=least)
-        lm = tiny.make_lm(folder, target, lambda env, config=config: MtpDrafter(config, env))
-        results[least] = lm.generate([40, 50, 60], **sampling)
-    offered = {least: sum(result.stats.offered) for least, result in results.items()}
-    assert offered[0.0] > offered[0.5] > offered[1.0] == 0
-    assert results[0.0].tokens == results[0.5].tokens == results[1.0].tokens
-    report = results[1.0].stats.draft
-    assert results[1.0].stats.cycles == 40  # a stop at position 0 leaves plain decoding
-    assert report == {"gate_steps": 39, "gate_stops": 39}  # the last cycle has no room for a draft
-
-
 # --- the target's side ------------------------------------------------------------------------------------------------
 
 
@@ -197,17 +179,6 @@ def test_prepare_reads_checks_and_gathers(tmp_path: pathlib.Path, make_target: C
     DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB + 1).write(file)
     with pytest.raises(ConfigError, match="for another model"):
         mtp.prepare(MtpConfig(vocabulary=str(file)), env)
-
-
-def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> None:
-    class Plain(TableModel):
-        def draft_head(self, tokens: Any) -> Any:
-            return ForwardPass.draft_head(self, tokens)
-
-    file = tmp_path / "v.json"
-    DraftVocabulary(tokens=(1,), vocab_size=5).write(file)
-    with pytest.raises(UnsupportedError, match="offers no pruned draft head"):
-        mtp.prepare(MtpConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))
 
 
 # --- the kit ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter, Stats
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
-from specdec.measuring.drafts import commonest, log_rows
+from specdec.measuring.drafts import log_rows
 from specdec.measuring.runs import Measurement, Run
 from specdec.records.cost_table import CostTable
 from tests import tiny
@@ -295,12 +295,3 @@ def test_a_row_of_the_log_has_drafted_beside_actual():
     }
     assert (rows[1]["position"], rows[1]["context"], rows[1]["actual_text"]) == (3, "abcde", ["f", "g"])
     assert (rows[2]["actual"], rows[2]["mismatch"]) == ([], 0)
-
-
-def test_the_commonest_mismatches():
-    found = commonest([lettered(), lettered()], Letters(), 5)  # type: ignore[arg-type]
-    assert [(one.drafted, one.actual, one.count, one.share) for one in found] == [
-        ("x", "d", 2, 0.5),
-        ("x", "g", 2, 0.5),
-    ]
-    assert len(commonest([lettered()], Letters(), 1)) == 1  # type: ignore[arg-type]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import pathlib
 import socket
 import threading
 from typing import Any
@@ -16,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, Text, compare
+from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, Text
 from specdec.measuring.divergences import ROUNDING, Verdict
-from specdec.measuring.plots import plot_audit
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
@@ -96,15 +93,6 @@ def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_f
         assert all((verdict is Verdict.TIE) == (gap <= ROUNDING[dtype]) for gap, verdict in verdicts.items())
     assert {one.verdict for one in unknown.divergences} <= {Verdict.TIE, Verdict.UNKNOWN}
     assert any("say which with --tolerance" in one.reason for one in unknown.divergences)
-
-
-@pytest.mark.parametrize("forms", [("ids", "text"), ("text", "ids"), ("ids", "ids"), ("text", "text")])
-def test_ids_and_texts_are_compared_in_one_form(forms: tuple[str, str]) -> None:
-    """Equal texts were told as a bug: the one server's tokens were ids, the other's texts."""
-    plain = ToyEngine(Toy(), forms[0])
-    assert audited(plain, ToyEngine(Toy(depth=3), forms[1])).divergences == ()
-    wrong = audited(plain, ToyEngine(Toy(depth=3, keeps=1), forms[1])).divergences
-    assert [(one.position, one.verdict) for one in wrong] == [(5, Verdict.REAL)] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("form", ["ids only", "marked"])
@@ -255,46 +243,6 @@ def test_bytes_and_ends_are_not_judged() -> None:
     one = judged(plain, attrs.evolve(plain, text="zz"), plain)
     assert one.verdict is Verdict.UNKNOWN
     assert "text or end differs" in one.reason
-
-
-@given(st.data())
-def test_the_first_difference_is_the_first(data: st.DataObject) -> None:
-    tokens = st.lists(st.sampled_from("ab"), max_size=6)
-    one, two = ("".join(data.draw(tokens)) for _ in range(2))
-    first, second = (Answer(tuple(Step(c, -0.5, {c: -0.5}) for c in text), text, False) for text in (one, two))
-    found, common = compare(Text(0, "", ""), first, second, greedy=True)
-    assert one[:common] == two[:common]
-    if one == two:
-        assert found is None
-    else:
-        assert found is not None
-        assert found.position == common
-        assert one[common : common + 1] != two[common : common + 1]
-
-
-def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    plain, other = answers(math.inf)
-    pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
-    pairing = pairing.after(Text(1, "line 2", "p"), Answer(plain.steps[:1], "a", True), plain, greedy=True)
-    report = ComparisonReport(
-        plain="one",
-        speculative="two",
-        request=REQUEST,
-        done=2,
-        planned=3,
-        tokens=4,
-        gaps=(0.5, math.inf),
-        speculation=pairing,
-        control=Pairing(),
-    )
-    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert told["differ"] == {"count": 2, "share": 1.0}
-    assert told["verdicts"] == {"tie within rounding": 0, "other token with a real gap": 1, "cannot tell": 1}
-    assert [one["gap"] for one in told["differences"]] == [None, None]
-    assert told["partial"] is True
-    plot_audit(report, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------

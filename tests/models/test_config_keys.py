@@ -96,11 +96,6 @@ def test_defaults_that_transformers_writes_are_taken() -> None:
             family_of(text_config(written), FOLDER)
 
 
-def test_the_message_has_the_key_its_value_and_the_family() -> None:
-    with pytest.raises(CheckpointError, match="'logit_scale' = 0.5 .* family 'llama'"):
-        parsed("Llama-3.1-8B", {"logit_scale": 0.5})
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -14,7 +14,7 @@ import torch
 import specdec
 from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import Parity
-from specdec.errors import ConfigError, SessionFileError
+from specdec.errors import ConfigError
 from specdec.models.loading import _own_options, load_target
 from specdec.registry import registry
 from tests import tiny
@@ -125,43 +125,6 @@ def test_the_cache_holds_the_rounded_weights(tmp_path: Path, family: str) -> Non
         written = next(path for path in (tmp_path / "cache").iterdir() if path.name.endswith(weights))
         plain = (folder / "model.safetensors").stat().st_size
         assert (written / "model.safetensors").stat().st_size < plain * (0.75 if weights == "int8" else 0.6)
-
-
-def test_routers_and_gates_are_not_rounded(tmp_path: Path) -> None:
-    for family in ("qwen3_5_moe", "deepseek_v3"):
-        folder = folder_of(tmp_path / family, family)
-        target = tiny.make_target(folder, kernels="native", weights="int4")
-        moe = target.model.layers[-1].mlp
-        plain = tiny.make_target(folder, kernels="native").model.layers[-1].mlp
-        assert torch.equal(target.ops.to_host(moe.router), target.ops.to_host(plain.router))
-        assert moe.experts[0][0].is_meta
-
-
-def test_a_saved_session_fits_only_its_weights(tmp_path: Path) -> None:
-    prompt = "def area(width, height):"
-    for weights in ("int4", "int8"):
-        lm = specdec.load("demo", weights=weights)
-        session = lm.session()
-        session.generate(prompt, max_new_tokens=8, ignore_eos=True)
-        file = tmp_path / f"{weights}.session"
-        session.save(file)
-        wanted = session.generate(max_new_tokens=16, ignore_eos=True).tokens
-        again = specdec.load("demo", weights=weights).session()
-        again.load(file)
-        assert again.generate(max_new_tokens=16, ignore_eos=True).tokens == wanted
-    with pytest.raises(SessionFileError, match="another model"):
-        specdec.load("demo", weights="int4").session().load(tmp_path / "int8.session")
-
-
-def test_the_result_names_the_weights() -> None:
-    lm = specdec.load("demo", weights="int4")
-    plain = specdec.load("demo", weights="int4", drafter="none")
-    results = [one.generate("import ", max_new_tokens=40) for one in (lm, plain)]
-    assert results[0].tokens == results[1].tokens
-    for result in results:
-        assert "int4 g64" in result.to_dict()["weights"]
-        assert "rounded" in result.weights
-    assert specdec.load("demo").info.weights.startswith("bfloat16 (")
 
 
 @pytest.mark.parametrize("source", ["int4", "Q8_0", "Q4_1"])

@@ -7,13 +7,12 @@ import sys
 import textwrap
 import types
 
-import attrs
 import pytest
 
-from specdec.contract import CycleRecord, DepthPolicySpec, Draft, Drafter, DrafterSpec, ModelSpec, VerifierSpec
+from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, ModelSpec, VerifierSpec
 from specdec.errors import ConfigError, PluginError, StateError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Kind, Registry, calling, notify_cycle, use_registry
+from specdec.registry import Kind, Registry, calling, notify_cycle, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -69,14 +68,6 @@ def test_a_strangers_plugin_stands_beside_the_built_in_ones(ship):
     assert registry.failures == []
 
 
-def test_every_built_in_registers_through_the_hooks():
-    registry = Registry(BUILT_INS, entry_points=())
-    assert [str(failure) for failure in registry.failures] == []
-    assert {"mtp", "ngram", "none"} <= set(names(registry, Kind.DRAFTER))
-    assert registry.backend("cpu").available() is None
-    assert registry.model("qwen3").name == "qwen3"
-
-
 def drafters(returned: str, mark: str = "@hookimpl\n") -> str:
     return f"{HEAD}{mark}def specdec_drafters(): return {returned}"
 
@@ -130,30 +121,6 @@ def test_a_plugin_that_breaks_halfway_leaves_nothing_behind(ship):
     assert "half" not in names(registry, Kind.DRAFTER)
     with pytest.raises(PluginError, match="could not be loaded"):
         registry.drafter("half")  # the name it would have had, not only that of its entry point
-
-
-def test_a_class_is_instantiated_and_its_constructor_may_fail(ship):
-    source = (
-        HEAD
-        + """
-class Plugin:
-    def __init__(self): self.made = {made}
-    @hookimpl
-    def specdec_drafters(self): return [DrafterSpec(name="from-class", factory=print)]
-"""
-    )
-    ship("specdec-good", source.format(made="1"), name="good", value="specdec_good:Plugin")
-    ship("specdec-bad", source.format(made="1 / 0"), name="bad", value="specdec_bad:Plugin")
-    registry = Registry(())
-    assert names(registry, Kind.DRAFTER) == ["from-class"]
-    assert [failure.reason for failure in registry.failures] == ["ZeroDivisionError: division by zero"]
-
-
-def test_a_missing_attribute_of_the_entry_point_is_an_import_failure(ship):
-    ship("specdec-gone", "x = 1", name="gone", value="specdec_gone:nothing")
-    (failure,) = Registry(()).failures
-    assert failure.during == "import"
-    assert "nothing" in failure.reason
 
 
 @pytest.mark.parametrize("line", ["this line has no equals sign", "bad ="])
@@ -364,19 +331,6 @@ def test_an_interrupted_load_goes_on_where_it_was():
         registry.load()
     assert registry.drafter("slow").name == "slow"
     assert registry.failures == []
-
-
-def test_specs_of_plugins_may_use_dataclasses_and_attrs_alike():
-    @attrs.frozen
-    class Config:
-        depth: int = 1
-
-    class Mine:
-        @hookimpl
-        def specdec_depth_policies(self):
-            return [DepthPolicySpec(name="mine", factory=Drafter, config=Config)]
-
-    assert Registry((Mine(),), entry_points=()).depth_policy("mine").config is Config
 
 
 def test_a_script_that_is_installed_as_well_is_registered_once(ship, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_withi
 from tests.backends.cpu.test_quantised_weights import NAME, QUANTISERS, ROWS, drawn, group_of, meaning
 from tests.checkpoints.gguf_files import random_blocks
 from tests.checkpoints.test_gguf import BLOCK_TYPES, with_matrix
-from tests.instruction_sets import RUNNABLE, kernels_of
+from tests.instruction_sets import kernels_of
 from tests.selection import examples
 
 INTEGERS = [name for name in QUANTISERS if not name.startswith(("fp8", "mxfp8"))]
@@ -109,21 +109,6 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
     check()
 
 
-@pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 4 g64", "Q4_K", "Q6_K", "IQ4_NL"])
-def test_the_reference_multiplies_the_same(name: str, tmp_path: Path) -> None:
-    """Its weights are decoded, so it rounds once more; sums of MKL have any order."""
-    ops = ReferenceOps(torch.float32, int8=True)
-    matrix = matrix_of(name, 40, 2, 3, tmp_path, torch.float32)
-    x = activations(5, matrix.shape[1], 0, "plain", torch.float32)
-    values, parts = meaning(matrix)
-    bound = (matrix.shape[1] + 8) * U * (int8(x).abs() @ parts.T)
-    weight = ops.weight(matrix)
-    assert_within(torch.from_numpy(ops.head(x, weight).rows()), int8(x) @ values.T, bound)
-    assert_within(ops.linear(x, weight), int8(x) @ values.T, bound)
-    x[2, 5] = torch.inf
-    assert ops.linear(x, weight).isfinite().all(1).tolist() == [True, True, False, True, True]
-
-
 @pytest.mark.parametrize("code", [0, -1])
 @pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 8 g64", "IQ4_NL", "MXFP4"])
 @pytest.mark.parametrize("largest", [127, -127])
@@ -163,21 +148,6 @@ def test_rows_and_threads_do_not_change_bits(
         for rows in ROWS:
             for got, expected in zip(run(x[:rows]), alone, strict=True):
                 assert_same_bits(got, expected[:rows])
-
-
-FUSED = [name for name in RUNNABLE if name != "baseline"]
-
-
-@pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 4 g64", "Q4_1", "Q5_K", "Q6_K", "IQ4_XS"])
-def test_instruction_sets_with_fused_multiply_add_agree(name: str, tmp_path: Path) -> None:
-    matrix = matrix_of(name, 70, 3, 1, tmp_path, torch.bfloat16)
-    x = activations(9, matrix.shape[1], 2, "plain", torch.bfloat16)
-    first, *others = [
-        torch.from_numpy(ops.head(x, ops.weight(matrix)).rows())
-        for ops in (NativeOps(torch.bfloat16, kernels_of(instructions), int8=True) for instructions in FUSED)
-    ]
-    for other in others:
-        assert_same_bits(other, first)
 
 
 def test_rows_of_a_table_are_not_rounded(ops: NativeOps, tmp_path: Path) -> None:

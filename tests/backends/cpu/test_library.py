@@ -114,19 +114,6 @@ def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(
     assert built(load_kernels()) == cached
 
 
-def test_the_wheel_s_library_needs_no_compiler(
-    trivial_sources: Path, loaded: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also a narrower one, if the wheel has no other: then a notice says why."""
-    built(load_kernels())
-    narrowest = ship(trivial_sources, RUNNABLE[-1])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    kernels = built(load_kernels())
-    assert (kernels.library.answer(), kernels.path) == (7, narrowest)
-    assert ("no C++ compiler" in kernels.notice) == (len(RUNNABLE) > 1)
-
-
 def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_sources: Path, loaded: list[bytes]) -> None:
     """As on a system whose libc is older than the wheel's."""
     built(load_kernels())
@@ -279,16 +266,6 @@ def test_a_library_below_a_relative_folder_is_not_loaded(
     kernels = built(load_kernels())
     assert kernels.library.answer() == 42
     assert "relative path" in kernels.notice
-
-
-def test_what_is_created_is_writable_by_its_owner_alone(trivial_sources: Path, tmp_path: Path) -> None:
-    mask = os.umask(0)
-    try:
-        kernels = built(load_kernels())
-    finally:
-        os.umask(mask)
-    for path in (tmp_path / "cache", kernels.path, kernels.path.with_name(f"{kernels.path.name}.sha256")):
-        assert path.stat().st_mode & 0o022 == 0, path
 
 
 def test_without_a_private_temporary_folder_nothing_is_built(

@@ -75,32 +75,6 @@ def test_rows_and_threads_do_not_change_bits(ops: NativeOps, threads: Callable[[
                 assert_same_bits(got, expected[:rows])
 
 
-def test_packed_and_plain_weights_side_by_side(ops: NativeOps) -> None:
-    """Catches: a block of features that starts inside a panel because another weight of the call is plain."""
-    x = draw(3, 64, seed=0, dtype=ops.dtype)
-    plain, w = draw(50, 64, seed=1, dtype=ops.dtype), packed(ops, 70, 64, seed=2)
-    together = ops.project(x, [plain, w, plain])
-    assert_same_bits(together[0], ops.linear(x, plain))
-    assert_same_bits(together[1], ops.linear(x, w))
-    assert_same_bits(together[2], ops.linear(x, plain))
-
-
-def test_embed_reads_packed_tables(ops: NativeOps) -> None:
-    table = packed(ops, 77, 96, seed=0)
-    tokens = [0, 31, 32, 63, 64, 76, 5, 5]
-    assert_same_bits(ops.embed(table, tokens), table[torch.tensor(tokens)])
-
-
-def test_a_copy_lives_as_long_as_its_weight(ops: NativeOps) -> None:
-    w = packed(ops, 40, 32, seed=0)
-    (held,) = [copy for weight, copy in ops._copies.values() if weight() is w]
-    at = held.data_ptr()
-    assert any(p.data_ptr() == at for p in ops.parameters())
-    del held, w
-    gc.collect()
-    assert all(copy.data_ptr() != at for _, copy in ops._copies.values())
-
-
 def test_what_cannot_be_packed_is_refused(ops: NativeOps) -> None:
     odd = 7 if ops.dtype is torch.bfloat16 else None
     with pytest.raises(ShapeError, match="pack cannot read weight"):

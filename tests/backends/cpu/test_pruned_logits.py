@@ -115,26 +115,6 @@ def test_the_best_two_and_the_sum_against_float64(ops: ReferenceOps, case: Any) 
         np.testing.assert_allclose(logits.logsumexp(), wanted, rtol=0, atol=3 * 2.0**-24)
 
 
-def test_equal_logits_in_one_lane_of_the_vectors_go_by_id(ops: ReferenceOps) -> None:
-    """Places 0, 16 and 32 share a lane on every processor; ids come in descending, ascending and mixed order there."""
-    rows = np.zeros((1, 48), dtype=np.float32)
-    for lane in ((5, 1, 0), (0, 1, 5), (1, 0, 5), (5, 0, 1), (1, 5, 0)):
-        ids = np.array([i for i in range(48) if i not in lane])
-        ids = np.insert(np.insert(np.insert(ids, 0, lane[0]), 16, lane[1]), 32, lane[2])
-        pruned = pruned_logits(ops, rows, ids)
-        assert pruned.topk(2) == ([[0, 1]], [[0.0, 0.0]])
-        assert pruned.argmax() == [0]
-
-
-def test_the_sum_of_a_large_flat_row(ops: ReferenceOps) -> None:
-    """300 000 equal tokens, and as many far below the best: small terms count, and none overflows."""
-    flat = np.full((1, 300_000), 7.0, dtype=np.float32)
-    assert full_logits(ops, flat).logsumexp()[0] == pytest.approx(7 + np.log(300_000), abs=1e-6)
-    flat[0, 17] = 7.0 + 16.0
-    wanted = 23 + np.log1p(299_999 * np.exp(-16.0))
-    assert full_logits(ops, flat).logsumexp()[0] == pytest.approx(wanted, abs=1e-6)
-
-
 def test_what_is_not_finite_is_refused_by_row(ops: ReferenceOps) -> None:
     for bad in (np.nan, -np.inf):
         rows = np.zeros((2, 40), dtype=np.float32)

@@ -299,11 +299,3 @@ def test_what_does_not_fit_the_layout_is_decoded(ops: NativeOps) -> None:
         assert len(noted) == number + 1
         assert_same_bits(ops.embed(held, range(9)), odd.decode())
         noted.pop()
-
-
-def test_columns_of_half_a_word_are_decoded(ops: NativeOps, tmp_path: Path) -> None:
-    weight = drawn(6, 36, 0)
-    codes, scale = torch.randint(-127, 128, (6, 36), dtype=torch.int8), torch.ones(6, 1)
-    matrix = in_checkpoint({"weight": codes, "weight_scale": scale}, {}, tmp_path, ops.dtype)
-    assert weight.shape == matrix.shape
-    assert_same_bits(ops.embed(ops.weight(matrix), range(6)), codes.to(ops.dtype))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import LENGTH, MAX_ROWS, SLOT, interpreting
+from specdec.backends.cuda.kernels.launch import LENGTH, MAX_ROWS, SLOT
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight, Weight
 from tests.backends.oracle import to_host
 
@@ -28,8 +27,6 @@ UNIT = 2.0**-24  # relative error of one rounding to float32
 ROUNDING = {torch.float32: UNIT, torch.bfloat16: 2.0**-8}
 FORMS = ["dense", "fp8 128x128", "fp8 per row", "fp8 32x32", "nvfp4"]
 DTYPES = [torch.float32, torch.bfloat16]
-
-only_interpreted = pytest.mark.skipif(not interpreting(), reason="orders of programs are tried when interpreting")
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -208,32 +205,6 @@ def same_for_any_rows(
 
 
 # --- orders of programs ----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def program_order(seed: int | None) -> Iterator[None]:
-    """Interpret the programs of every launch in a shuffled order (None: backwards)."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    plain_dim, plain_idx = builder.set_grid_dim, builder.set_grid_idx
-    order: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def set_dim(*grid: int) -> None:
-        places = list(itertools.product(*map(range, grid)))
-        if seed is None:
-            shuffled = places[::-1]
-        else:
-            at = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
-            shuffled = [places[i] for i in at]
-        order.clear()
-        order.update(zip(places, shuffled, strict=True))
-        plain_dim(*grid)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "set_grid_dim", set_dim)
-        patch.setattr(builder, "set_grid_idx", lambda *at: plain_idx(*order[at]))
-        yield
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:

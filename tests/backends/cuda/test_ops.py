@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
-from specdec.backends.ops import DeltaShape, Rope
+from specdec.backends.ops import DeltaShape
 from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
 from specdec.errors import ContractError, StateError, UnsupportedError
@@ -78,25 +78,6 @@ def test_a_convolution_may_be_looked_at_after_its_commit(make: Callable[..., Cud
     ops.gated_delta(ops.conv_window(long, weight, cache), many, many, one, one, cache, shape)
     with pytest.raises(StateError, match="20 rows must be committed whole"):
         cache.commit(3)
-
-
-def test_a_query_that_was_rotated_elsewhere_is_taken_as_it_is(make: Callable[..., CudaOps]) -> None:
-    """Only a query and a key on their way to the cache's own position are rotated by the launch that writes them."""
-    ops, reference = make(), ReferenceOps(torch.float32)
-    rope, draw = Rope.of(1e4, 8), torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 8, generator=draw) for heads in (4, 2, 2))
-    for position in (0, 5):
-        found = []
-        for one in (reference, ops):
-            cache = one.new_kv(16, 2, 8)
-            place = "cpu" if one is reference else ops.device.place
-            query = one.norm_rope(q.to(place), None, 1e-6, rope, position)
-            key = one.norm_rope(k.to(place), None, 1e-6, rope, position)
-            found.append(one.attend(query, key, v.to(place), cache, scale=0.3).cpu())
-            cache.commit(2)
-            found.append(cache.save()["keys"].cpu())
-        assert torch.allclose(found[0], found[2], atol=1e-5)
-        assert torch.allclose(found[1], found[3], atol=1e-5)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -204,13 +185,6 @@ def test_weights_that_are_projected_together_share_memory(make: Callable[..., Cu
         assert torch.allclose(got.cpu(), wanted, atol=1e-4)
         assert torch.equal(weight.tensor.cpu(), matrix)
     assert held[1].tensor.untyped_storage().data_ptr() == held[0].tensor.untyped_storage().data_ptr()
-
-
-def test_a_stack_is_aligned_whatever_the_sizes(make: Callable[..., CudaOps]) -> None:
-    for dtype in ("float32", "bfloat16"):
-        stack = make(dtype).stack([torch.randn(3, 5) for _ in range(4)])
-        assert stack.aligned
-        assert len({one.tensor.untyped_storage().data_ptr() for one in stack.experts}) == 1
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor
 from specdec.backends.cuda import weights
 from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
-from specdec.checkpoints.quantised import fp4
 from specdec.errors import ShapeError, UnsupportedError
 from tests.backends.cuda.kernel_runs import FORMS, weight_of
 
@@ -48,10 +47,6 @@ def test_a_scale_per_row_and_partial_blocks(device: torch.device) -> None:
     for form in ("fp8 per row", "fp8 32x32"):
         weight = weight_of(form, 37, 48, torch.float32, device)
         assert torch.equal(_columns(weight, device), weight.decode())
-
-
-def test_decoding_agrees_with_the_loader() -> None:
-    assert torch.equal(torch.tensor(weights._E2M1), fp4.E2M1)
 
 
 # --- the device's PTX, run by hand ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from specdec.backends.cuda import caches, memory
 from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Needs
-from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, ShapeError, StateError
 from tests import tiny
 from tests.backends import families
 from tests.backends.cuda.fake import CaptureRefused, FakeDevice
@@ -125,24 +125,6 @@ def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     check_sequences_share_a_graph(build)
 
 
-def test_a_pass_that_calculates_with_a_length_is_refused() -> None:
-    ops = CudaOps(FakeDevice(), torch.float32)
-    table = ops.weight(torch.randn(7, 16))
-    known = {
-        "length": lambda caches, tokens, hidden: ops.embed(table, tokens)[caches[0].length :],
-        "tokens": lambda caches, tokens, hidden: ops.embed(table, list(tokens)),
-    }
-    for body in known.values():
-        made = [ops.new_kv(8, 1, 16)]
-        with pytest.raises(StateError):
-            ops.record_passes(body, made, 0).bind(made).run([1, 2])
-    made = [ops.new_kv(8, 1, 16)]
-    refused = ops.record_passes(lambda caches, tokens, hidden: ops.embed(table, tokens) + 1, made, 0)
-    with pytest.raises(UnsupportedError, match="a pass of 2 rows cannot be captured as a CUDA graph") as error:
-        refused.bind(made).run([1, 2])
-    assert error.value.facts["try"] == "SPECDEC_EAGER=1"
-
-
 def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that outgrows its memory twice, beside one that had room from the start."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
@@ -250,11 +232,3 @@ def test_hidden_states_that_do_not_fit_are_refused(build: Callable[..., Any]) ->
     for hidden in (None, torch.zeros(1, 33), torch.zeros(2, 32), torch.zeros(1, 32, dtype=torch.bfloat16)):
         with pytest.raises(ShapeError, match="hidden states that do not fit"):
             state.mtp_pass.run([1], hidden)
-
-
-def test_eager_passes_say_why(build: Callable[..., Any]) -> None:
-    target = build(eager=True, **HEAD)
-    assert target.info.kernels.endswith("; passes run eagerly: asked for")
-    target.decode(target.new_state(8), [1, 2])
-    assert target.ops.device.graphs == []
-    assert "eagerly" not in build(**HEAD).info.kernels

@@ -33,10 +33,8 @@ from tests.backends.cuda.kernel_runs import (
     UNIT,
     close,
     first_rows,
-    only_interpreted,
     poisoned,
     product_bound,
-    program_order,
     rows_of,
     same_for_any_rows,
     weight_of,
@@ -383,15 +381,6 @@ def test_bits_of_experts_do_not_depend_on_the_company(device: torch.device) -> N
         assert torch.equal(mixture.run(part), whole[part]), f"rows {part} have other bits"
 
 
-@only_interpreted
-def test_bits_of_experts_do_not_depend_on_the_order_of_programs(device: torch.device) -> None:
-    mixture, found = Experts("dense", 4, device), []
-    for seed in (None, 1):
-        with program_order(seed):
-            found.append(mixture.run(slice(4)))
-    assert torch.equal(found[0], found[1])
-
-
 @pytest.mark.parametrize(("form", "unused"), [("dense", ()), ("fp8 128x128", (0,)), ("nvfp4", (2, E - 1))])
 def test_experts_of_a_prompt(form: str, unused: tuple[int, ...], device: torch.device) -> None:
     """Rows that share an expert, slots of one row with the same expert, and experts that no row chose."""
@@ -402,30 +391,6 @@ def test_experts_of_a_prompt(form: str, unused: tuple[int, ...], device: torch.d
     y = prompts.moe(mixture.x, mixture.ids, mixture.weights, mixture.stacks, mixture.residual, None)
     expected, _ = mixture.expected()
     close(y, expected, 1e-5 * expected.abs().max())
-
-
-@only_interpreted
-def test_each_expert_is_read_once(device: torch.device) -> None:
-    """Experts whose weights are destroyed after the first program that reads them: nobody may come back for more."""
-    from triton.runtime import interpreter
-
-    mixture = Experts("dense", 4, device)
-    gates, ups, _ = mixture.stacks
-    ids = torch.tensor([[1, 2], [2, 1], [1, 3], [3, 2]], dtype=torch.int32, device=device)
-    builder, first_places = interpreter.interpreter_builder, {0, 1, 5}  # of experts 1, 2 and 3
-    plain, whole = builder.set_grid_idx, [expert.tensor.clone() for expert in gates.experts]  # type: ignore[union-attr]
-
-    def set_idx(place: int, tile: int, last: int) -> None:
-        plain(place, tile, last)
-        for expert, values in zip(gates.experts, whole, strict=True):
-            tensor: Tensor = expert.tensor  # type: ignore[union-attr]
-            tensor.copy_(values if place in first_places else torch.full_like(values, torch.nan))
-
-    inner = torch.empty(4, 2, INNER, device=device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "set_grid_idx", set_idx)
-        moe._experts(mixture.x, ids, gates, ups, inner)
-    assert not inner.isnan().any(), "an expert was read twice"
 
 
 @settings(max_examples=20)

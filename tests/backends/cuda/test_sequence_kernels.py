@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from specdec.backends.cuda.kernels import attention, commit, delta, delta_chunked, latent, rope
-from specdec.backends.cuda.kernels.launch import launch
 from specdec.backends.ops import DeltaShape
 from specdec.errors import ShapeError, UnsupportedError
 from tests.backends import oracle
-from tests.backends.cuda.kernel_runs import DTYPES, KV, NAN, ROUNDING, UNIT, Delta, draw
+from tests.backends.cuda.kernel_runs import DTYPES, KV, ROUNDING, UNIT, Delta, draw
 from tests.backends.oracle import to_host
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value")]  # NaN is what it is about
@@ -418,32 +417,12 @@ def test_splits_tile_the_positions() -> None:
         assert attention.count_splits(start + 1) == split + 1
 
 
-def test_coarse_splits_begin_where_they_begin(device: torch.device) -> None:
-    """Rows on both sides of the position from which splits are longer."""
-    layer = Attention(device, attention.REACH.value - 1, 2)
-    rows_are_their_own(layer, (2,))
-    layer.check(2)
-
-
 def test_capacity_and_programs_show_in_no_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, roomy = Attention(device, 400, 3), Attention(device, 400, 3, capacity=2000)
     expected = layer.run(0, 3)
     assert torch.equal(roomy.run(0, 3), expected)
     monkeypatch.setattr(attention, "PROGRAMS", 3)  # one program for all splits of a KV head
     assert torch.equal(layer.run(0, 3), expected)
-
-
-def test_an_unseen_split_is_empty(device: torch.device) -> None:
-    """Three rows of which the last alone sees the second split: the others' sums of it are exactly nothing."""
-    layer = Attention(device, 126, 3)
-    query = layer.turned(0, 3)
-    sums, stats = (torch.full((2, 6, n), NAN, device=layer.device) for n in (16, 2))
-    tiles, row = attention.tiling(sums.dtype, 16), layer.cache.row
-    launch(attention._attend_splits, (1, 1, 1), query, row, sums, stats, 0.3, 3, 2, NKV=1, GROUP=2, D=16, **tiles)
-    assert (stats[1, :4, 0] == -torch.inf).all()
-    assert (stats[1, :4, 1] == 0).all()
-    assert (sums[1, :4] == 0).all()
-    assert stats[1, 4:, 1].tolist() == [1.0, 1.0]
 
 
 def test_a_pass_longer_than_promised_is_seen(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from specdec.backends.metal.kernels.attention import PART, attend  # noqa: E402
+from specdec.backends.metal.kernels.attention import attend  # noqa: E402
 from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows, flush, gated_delta  # noqa: E402
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
@@ -293,13 +293,6 @@ def test_a_query_has_the_same_bits_in_any_company(
     for t in range(rows):
         bucket = 64 if executor is not None else 64 + more  # MLX's own products know their length
         assert same_bits(cache.attend(start + t, start + t + 1, bucket, executor), block[t : t + 1]), t
-
-
-def test_the_default_part_and_a_second_one() -> None:
-    cache = Cache(8, PART + 7)
-    for start, stop in ((PART - 3, PART + 4), (PART + 4, PART + 7)):
-        got = cache.attend(start, stop, 256, EMULATED, part=PART)
-        assert np.abs(float64(got) - cache.wanted(start, stop)).max() <= cache.bound(stop)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

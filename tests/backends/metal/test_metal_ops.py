@@ -16,7 +16,6 @@ from specdec.backends.metal.arrays import MetalLogits, from_host, to_host  # noq
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.ops import DeltaShape, Routing  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
-from tests.backends import oracle  # noqa: E402
 from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks  # noqa: E402
 
 OPS = MetalOps(mx.float32)
@@ -30,20 +29,6 @@ def test_equal_experts_go_by_id() -> None:
     assert ids.tolist() == [[2, 4, 0, 3, 1, 6, 5]] * 3
     ids, _ = OPS.route(x + mx.nan, router, Routing(top_k=3, scores="softmax", normalised=True))
     assert all(0 <= expert < 7 for row in ids.tolist() for expert in row)
-
-
-@pytest.mark.parametrize("taps", [2, 3, 5])
-def test_convolutions_of_any_width(taps: int) -> None:
-    """In two passes; the kit has one width only."""
-    shape = DeltaShape(key_heads=1, value_heads=1, key_dim=2, value_dim=3, kernel=taps)
-    x, weight, zeros = torch.randn(7, shape.channels), torch.randn(shape.channels, taps), mx.zeros((7, 1))
-    cache, found = OPS.new_delta(shape), []
-    for part in (slice(0, 5), slice(5, 7)):
-        found.append(to_host(u := OPS.conv_window(OPS.weight(x[part]), OPS.vector(weight), cache)))
-        OPS.gated_delta(u, zeros[part], zeros[part], mx.zeros(1), mx.zeros(1), cache, shape)
-        cache.commit(len(x[part]))
-    padded = torch.cat([torch.zeros(taps - 1, shape.channels), x]).double().numpy()
-    assert np.allclose(torch.cat(found), oracle.conv_window(padded, weight.double().numpy()), atol=1e-5)
 
 
 @given(case=exact_heads())

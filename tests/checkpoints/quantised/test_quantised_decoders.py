@@ -119,18 +119,6 @@ def test_every_e4m3_scale_of_nvfp4(tmp_path: Path) -> None:
     assert_same_bits(decoded(written(tmp_path, parts), torch.float32), q.E2M1[codes] * combined)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_packed_integer(tmp_path: Path, bits: int) -> None:
-    values = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).reshape(1, -1)
-    parts = {
-        "weight_packed": q.pack(values, bits),
-        "weight_shape": torch.tensor(values.shape),
-        "weight_scale": torch.tensor([[0.3]]),
-    }
-    checkpoint = written(tmp_path, parts, quant_method="compressed-tensors")
-    assert_same_bits(decoded(checkpoint, torch.float32), values.astype(np.float32) * np.float32(0.3))
-
-
 @given(rows=st.integers(1, 40), columns=st.integers(1, 90), block=st.tuples(st.integers(1, 50), st.integers(1, 50)))
 def test_blocks_of_any_size_from_the_config_are_cut_at_both_edges(
     tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, block: tuple[int, int]
@@ -180,26 +168,6 @@ def test_gpt_oss_blocks_and_scales(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, stored, "model.layers.0.mlp.experts.gate_up_proj")
     assert list(formats_of(checkpoint)) == ["layers.0.mlp.experts.gate_up_proj"]
     assert_same_bits(decoded(checkpoint), values)
-
-
-def test_a_flattened_convolution_in_fp8(tmp_path: Path) -> None:
-    weight = drawn(2, 12, 1, 4)
-    parts, values = q.fp8_tensor(weight)
-    assert_same_bits(decoded(written(tmp_path, parts, "model.layers.0.linear_attn.conv1d.")), values)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_one_scale_in_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    parts, values = q.fp8_tensor(drawn(4, 7, 33), shape)
-    checkpoint = written(tmp_path, parts)
-    assert formats_of(checkpoint)["layers.0.mlp.up_proj.weight"].format == "fp8 per tensor"
-    assert_same_bits(decoded(checkpoint), values)
-
-
-def test_scales_of_one_value_per_row_in_either_shape(tmp_path: Path) -> None:
-    parts, values = q.fp8_channel(drawn(4, 7, 33), flat=True)
-    assert parts["weight_scale"].shape == (7,)
-    assert_same_bits(decoded(written(tmp_path, parts)), values)
 
 
 def test_a_zero_scale_makes_a_block_of_zeros_and_is_sound(tmp_path: Path) -> None:

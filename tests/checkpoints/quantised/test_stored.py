@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
-from specdec.checkpoints.quantised import StoredMatrix, alike, formats_of
-from specdec.config import RunConfig, TargetConfig
-from specdec.models.loading import load_target
+from specdec.checkpoints.quantised import StoredMatrix, formats_of
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
@@ -169,32 +167,6 @@ def test_only_what_is_asked_for_stays_packed(tmp_path: Path, name: str) -> None:
         assert isinstance(found, StoredMatrix) == wanted, (name, keeps)
 
 
-def test_a_stack_of_several_layouts_is_decoded(tmp_path: Path) -> None:
-    tensors: q.Tensors = {}
-    for e, (parts, _) in enumerate(
-        (
-            q.nvfp4(drawn(5, 32, 64)),
-            q.nvfp4(drawn(6, 32, 64)),
-            q.fp8_block(drawn(7, 32, 64)),
-            mlx_layout.affine(drawn(8, 32, 64), 4, 32),
-            mlx_layout.affine(drawn(9, 32, 64), 4, 32, torch.bfloat16),
-        )
-    ):
-        tensors |= {f"model.experts.{e}.{name}": part for name, part in parts.items()}
-    held = weights(Checkpoint.open(write_checkpoint(tmp_path, CONFIG, tensors)))
-
-    def packed(*experts: int) -> set[bool]:
-        stack = held.matrices([f"experts.{e}.weight" for e in experts])
-        for e, matrix in zip(experts, stack, strict=True):
-            value = matrix.decode() if isinstance(matrix, StoredMatrix) else matrix
-            assert_same_bits(value, held[f"experts.{e}.weight"])
-        return {isinstance(matrix, StoredMatrix) for matrix in stack}
-
-    assert packed(0, 1) == packed(3) == {True}
-    assert packed(0, 2) == packed(0, 1, 3) == packed(3, 4) == {False}
-    assert alike([torch.ones(2)])[0].shape == (2,)
-
-
 # --- families --------------------------------------------------------------------------------------------------------
 
 
@@ -293,19 +265,3 @@ def test_fused_experts_stay_packed_where_blocks_allow(tmp_path: Path) -> None:
         assert np.array_equal(*rows)
         blocks = 3  # two layers and the head's
         assert len(keeping.packed) == blocks * 4 * (3 if cut else 1)
-
-
-def test_the_pipeline_asks_the_ops_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = quantised(tmp_path, "qwen3_5", "nvfp4")
-    made: list[Recording] = []
-
-    def ops(self: Any, dtype: str) -> Recording:
-        made.append(Recording(frozenset({"nvfp4"})))
-        return made[-1]
-
-    monkeypatch.setattr("specdec.backends.cpu.backend.CpuBackend.ops", ops)
-    load_target(RunConfig(target=TargetConfig(model=str(folder), dtype="float32", backend="cpu")))
-    assert len(made[0].packed) > 20
-    monkeypatch.undo()
-    native = load_target(RunConfig(target=TargetConfig(model=str(folder), dtype="float32", backend="cpu")))
-    assert native.target.info.mtp_layers == 1  # ops that declare nothing get tensors

@@ -99,22 +99,6 @@ def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch
     assert drafts(folder) != wanted
 
 
-def interleaved(config: Config, tensors: Tensors) -> None:
-    """Queries and keys whose rotated pairs lie side by side."""
-    for kind in "qk":
-        at = f"layers.0.self_attn.{kind}_proj.weight"
-        rows = tensors[at].reshape(-1, 2, 4, tensors[at].shape[1])
-        tensors[at] = rows.transpose(1, 2).reshape(tensors[at].shape).contiguous()
-
-
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_another_pairing_of_rotated_channels_is_found(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = edited(name, tmp_path / "head", interleaved)
-    assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
-
-
 @pytest.mark.parametrize("own", ["embed_tokens.weight", "lm_head.weight"])
 def test_a_matrix_of_the_heads_own_is_not_the_targets(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
