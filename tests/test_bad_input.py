@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
-from specdec.errors import CheckpointError, ConfigError, PromptError, SpecdecError, UnknownNameError, UnsupportedError
+from specdec.errors import CheckpointError, PromptError, SpecdecError, UnknownNameError, UnsupportedError
 from tests import tiny
 
 SHAPE: dict[str, Any] = {
@@ -255,20 +255,3 @@ def test_a_session_at_its_limit_stays_usable(plan: list[int], lm: Any) -> None:
     assert (again.tokens, again.finish_reason) == ([], "context")
     session.rewind(10)
     assert len(session.generate(max_new_tokens=3, ignore_eos=True).tokens) == 3
-
-
-def test_a_path_is_a_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="there is no folder"):
-        specdec.load(pathlib.Path("demo"))  # not the embedded model
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("other", [None, 5, "demo"])
-def test_a_session_of_no_language_model(other: Any) -> None:
-    with pytest.raises(ConfigError, match=r"a session takes a language model, got .*\n.*specdec\.load"):
-        specdec.Session(other)
-    with pytest.raises(ConfigError, match="a stream takes a language model, got"):
-        specdec.Stream(other, *[None] * 4)  # type: ignore[arg-type]

@@ -6,13 +6,10 @@ import importlib
 import json
 import pathlib
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
-from specdec.contract import Context, CycleRecord, DrafterEnv, NoConfig, ProcessorEnv, Sampling, Stats
+from specdec.contract import Context, DrafterEnv, NoConfig, Sampling
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import LiveSequence
@@ -88,19 +85,6 @@ def test_the_drafter_repeats_what_it_saw():
     assert drafter.propose(Context([7, 8]), 0).tokens == ()
 
 
-@given(seed=st.integers(0, 50))
-def test_the_verifier_keeps_the_k_best_and_counts_what_deviates(seed):
-    registry = Registry((), entry_points=())
-    target = TableModel.random(5, order=2, seed=seed, peak=0.3)
-    plain, _ = generate(registry, seed=seed)
-    assert generate(registry, drafter=echo, verifier=top(1), seed=seed)[0] == plain  # rank 1 is plain greedy decoding
-    tokens, stats = generate(registry, drafter=echo, verifier=top(2), seed=seed)
-    ranks = [int((target.logits(tokens[:i]) > target.logits(tokens[:i])[tokens[i]]).sum()) for i in range(2, LENGTH)]
-    assert max(ranks) <= 1
-    assert stats.deviation.count >= sum(ranks)  # the last block may go beyond LENGTH
-    assert (stats.deviation.count > 0) == (stats.deviation.largest_gap > 0)
-
-
 def test_the_backend_generates_what_the_cpu_backend_does():
     """With drafts and without."""
     import specdec
@@ -154,38 +138,6 @@ def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
     choice = getattr(load_config(None, [f"{table}.name={name}", f"{table}.{option}=0"]), table)
     with pytest.raises(ConfigError, match=rf"{table}\.{option}"):
         structure_choice(choice, getattr(registry, {"depth": "depth_policy"}.get(table, table))(name).config, table)
-
-
-def test_the_policy_pauses_and_says_why():
-    from first_depth_policy import PATIENCE, PAUSE, StreakConfig, StreakPolicy
-
-    policy, stats = StreakPolicy(StreakConfig(deepest=3)), Stats()
-    asked = []
-    for number in range(3 + PATIENCE + PAUSE + 1):
-        asked.append(policy.next_depth(stats))
-        assert bool(policy.reason) == (asked[-1] == 0)
-        policy.record(CycleRecord(1, asked[-1], asked[-1], asked[-1] if number < 3 else 0, (1,), 0.0, 0.0, 0.0))
-    assert asked == [1, 2, 3, 3, 1, 1, 1, *[0] * PAUSE, 1]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4))
-def test_the_processor_forbids_what_would_repeat_a_run(history, draft, length):
-    """``process`` against the definition, and ``legal`` against ``process``."""
-    from first_logits_processor import OnceConfig, OnceProcessor
-
-    made = OnceProcessor(
-        OnceConfig(size=length), ProcessorEnv(tokenizer=None, vocab_size=5, end_tokens=(), generated_from=1)
-    )
-
-    def allowed(tokens):
-        return np.isfinite(made.process(np.zeros(5, np.float32), tokens))
-
-    runs = {tuple(history[at : at + length]) for at in range(len(history) - length + 1)}
-    for token in range(5):
-        repeats = len(history) >= length - 1 and (*history[len(history) - length + 1 :], token) in runs
-        assert allowed(history)[token] == (not repeats)
-    wanted = next((k for k, token in enumerate(draft) if not allowed([*history, *draft[:k]])[token]), len(draft))
-    assert made.legal(draft, history) == wanted
 
 
 # --- what the tutorials say about the kit -----------------------------------------------------------------------------

@@ -105,16 +105,6 @@ def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family: str, tmp
     assert report.missing == []
 
 
-def test_a_config_that_counts_no_head_does_not_hide_one_that_is_named(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model")
-    wanted = drafts(loaded(folder, drafter="mtp"))
-    _, head = split(folder)
-    tiny.edit_config(folder, mtp_num_hidden_layers=0)
-    assert loaded(folder).info.mtp_layers == 0
-    save_file(head, folder / "mtp.safetensors")
-    assert drafts(loaded(folder, drafter="mtp")) == wanted
-
-
 def broken(name: str, folder: Path) -> Mapping[str, torch.Tensor]:
     """An ``mtp.safetensors`` that cannot be used."""
     _, head = split(folder)

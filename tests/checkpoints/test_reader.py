@@ -245,12 +245,6 @@ def test_a_broken_index_is_refused(tmp_path: Path, text: str, fact: str) -> None
     assert fact in message
 
 
-def test_a_shard_error_names_the_shard(tmp_path: Path) -> None:
-    shard = write_checkpoint(tmp_path, CONFIG, TENSORS, shards=2) / "model-00002-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert shard.name in refusal(tmp_path)
-
-
 def test_an_index_left_behind_is_ignored_with_a_notice(tmp_path: Path) -> None:
     """A conversion wrote model.safetensors beside the index of the shards it came from."""
     write_checkpoint(tmp_path, CONFIG, TENSORS)
@@ -258,12 +252,3 @@ def test_an_index_left_behind_is_ignored_with_a_notice(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     assert set(checkpoint.names) == set(TENSORS)
     assert INDEX in checkpoint.notices[0]
-
-
-def test_an_index_that_names_the_single_file_counts(tmp_path: Path) -> None:
-    """How an MTP head is often added: a second file, and an index over both."""
-    write_checkpoint(tmp_path, CONFIG, TENSORS)
-    save_file({"mtp.fc.weight": torch.ones(1, 2)}, tmp_path / "mtp.safetensors")
-    weight_map = dict.fromkeys(TENSORS, "model.safetensors") | {"mtp.fc.weight": "mtp.safetensors"}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    assert set(Checkpoint.open(tmp_path).names) == {*TENSORS, "mtp.fc.weight"}

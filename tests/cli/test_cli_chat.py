@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import attrs
 import pytest
@@ -16,7 +14,6 @@ from specdec.decoding.conversation import Conversation
 from specdec.errors import PluginError, PromptError, SessionFileError, StateError
 from specdec.registry import BUILT_INS, Registry
 from specdec.text import ChatTemplate
-from tests.processes import HUNG
 
 STRIPPING = """\
 {%- for m in messages -%}
@@ -321,29 +318,3 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
     assert done.stderr.count("(stopped; the answer so far is kept)") == 1
     assert "(cut after 300 tokens" in done.stderr
     assert "turns        2" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_real_process_with_pipes():
-    """Answers come while the input is still open; a stray byte ends nothing; the end of the input does."""
-    env = {**os.environ, "PYTHONUTF8": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "specdec", "chat", "-n", "20"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-    ) as process:
-        process.stdin.write(b"Hello \xff\n")
-        process.stdin.flush()
-        first = b""
-        while not first.strip() and (piece := os.read(process.stdout.fileno(), 4096)):
-            first += piece
-        assert first.strip()
-        process.stdin.write(b"/stats\n")
-        process.stdin.close()
-        process.stdin = None
-        _, errors = process.communicate(timeout=HUNG)
-    assert process.returncode == 0
-    assert b"turns" in errors
-    assert b"Traceback" not in errors

@@ -168,15 +168,6 @@ def test_an_error_names_the_key_what_was_got_and_where_it_came_from(tmp_path, ov
     assert f"-s {override}" in text
 
 
-def test_an_error_in_the_file_names_the_file_and_several_are_told_at_once(tmp_path):
-    path = write(tmp_path, "[generation]\nseed = 'x'\nmax_tokens = 3\n[target]\nmodel = 5\n")
-    text = failure("generation.ignore_eos=1", path=path)
-    assert text.startswith("4 keys of the configuration cannot be used")
-    for key in ("generation.seed", "generation.max_tokens", "target.model"):
-        assert f"{path}: key {key} " in text
-    assert "-s generation.ignore_eos=1: key generation.ignore_eos takes true or false" in text
-
-
 def test_a_value_that_a_later_layer_overrides_is_checked_too(tmp_path):
     assert "key target takes a table" in failure("target=1", "target.model=demo")
     path = write(tmp_path, "[generation]\nseed = 'x'\n")
@@ -295,16 +286,6 @@ def test_validators_work_without_a_file():
     with pytest.raises(ConfigError, match="lower end first"):
         between(10**5000, 3)
     assert GenerationConfig(stop="END").stop == ("END",)  # not three stop strings
-
-
-def test_the_configuration_can_be_written_down_again(tmp_path):
-    config = load_config(None, ["drafter.name=ngram", "drafter.max_order=5", "target.capacity=64"])
-    assert config.to_dict()["drafter"] == {"name": "ngram", "max_order": 5}
-    assert "threads" not in config.to_dict()["target"]  # TOML has no null
-    overrides = [
-        Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
-    ]
-    assert load_config(None, overrides) == config
 
 
 def test_how_tokens_are_chosen_can_be_written_in_the_file(tmp_path):

@@ -120,17 +120,6 @@ def test_the_target_itself_as_draft_model_is_always_right(made, sampling, depth)
     assert stats.draft["passes"] == sum(stats.offered)
 
 
-def test_no_token_is_read_twice_and_none_is_left_out(made):
-    """Rows of drafts are committed, not run again: only tokens that waited too long are prefilled."""
-    stats = made("itself", (4,)).generate(PROMPT, max_new_tokens=50, ignore_eos=True).stats
-    assert stats.draft["prefilled"] == len(PROMPT) - 1
-    late = made("itself", (*[0] * 20, 4)).generate(PROMPT, max_new_tokens=21, ignore_eos=True).stats
-    assert late.draft["prefilled"] == len(PROMPT) - 1
-    late = made("itself", (*[0] * 20, 4)).generate(PROMPT, max_new_tokens=26, ignore_eos=True).stats
-    assert late.draft["prefilled"] == len(PROMPT) - 1 + 20
-    assert late.accepted == late.offered == [1, 1, 1, 1]
-
-
 class Recitation(BareTarget):
     """Says one text for ever, in its own tokens, from wherever the tokens so far end; after anything else token 0."""
 
@@ -268,13 +257,6 @@ def test_behind_the_draft_model_s_last_position_nothing_is_drafted_and_the_repor
     session.rewind(12)
     again = session.generate(max_new_tokens=8, ignore_eos=True).stats
     assert again.offered[0] == 8 - 1  # the last token of a generation is never drafted for
-
-
-def test_a_long_prompt_is_not_read_by_a_short_draft_model(base, written):
-    lm = composed(base, {"name": "draft_model", "model": written(max_positions=6)}, (4,))
-    stats = lm.generate(PROMPT, max_new_tokens=10, ignore_eos=True).stats
-    assert stats.offered == []
-    assert stats.draft["prefilled"] == stats.draft["passes"] == 0
 
 
 @pytest.mark.parametrize("vocab", [265, 277, 301])

@@ -205,33 +205,6 @@ def test_a_look_up_with_a_long_match_goes_before_a_head():
         assert sum(one["drafts"] for one in told.values()) == 1
 
 
-# --- saved state -----------------------------------------------------------------------------------------------------
-
-
-def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
-    target = TableModel.random(5)
-
-    def build(*choices: Choice, saved: DrafterSnapshot | None = None) -> Drafter:
-        made.clear()
-        one = subject(*choices)
-        env = DrafterEnv(target=target, state=target.new_state(8), shared=one.prepare(target), saved=saved)
-        return one.make(env)
-
-    three = [Choice("noted", {"number": 1}), Choice("noted", {"every": 3}), Choice("prepared", {"number": 7})]
-    saved = build(*three).snapshot(Context([]))
-    build(*three, saved=saved)
-    assert [child.env.saved and child.env.saved.meta for child in made] == [
-        {"number": 1, "name": "x"},
-        None,
-        {"number": 7, "name": "x"},
-    ]
-    assert made[0].env.saved.arrays["a/b"].tolist() == [1]
-    assert [child.env.shared for child in made] == [None, None, 7]
-    build(three[2], three[0], saved=saved)  # another order
-    assert [child.env.saved.meta["number"] for child in made] == [7, 1]
-    assert build(Choice("none"), Choice("ngram")).snapshot(Context([])) is None
-
-
 # --- what cannot be used ---------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, list[str]]] = {

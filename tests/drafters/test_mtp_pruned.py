@@ -16,9 +16,9 @@ from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
-from specdec.errors import ConfigError, ContractError, PromptError, UnsupportedError
+from specdec.errors import ContractError, PromptError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
-from specdec.testing import parametrize_checks
+from specdec.testing import TableModel, parametrize_checks
 from tests import tiny
 
 VOCAB = 277
@@ -164,23 +164,6 @@ def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
         make_target("qwen3").draft_head([1])
 
 
-# --- prepare ----------------------------------------------------------------------------------------------------------
-
-
-def test_prepare_reads_checks_and_gathers(tmp_path: pathlib.Path, make_target: Callable[..., Any]) -> None:
-    target, file = make_target("qwen3_5", **tiny.HYBRID), tmp_path / "v.json"
-    env = PrepareEnv(target=target)
-    assert mtp.prepare(MtpConfig(), env) is None
-    DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB).write(file)
-    shared = mtp.prepare(MtpConfig(vocabulary=str(file)), env)
-    assert shared is not None
-    assert list(shared.head.tokens) == [4, 9]
-    assert [i for i, inside in enumerate(shared.inside) if inside] == [4, 9]
-    DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB + 1).write(file)
-    with pytest.raises(ConfigError, match="for another model"):
-        mtp.prepare(MtpConfig(vocabulary=str(file)), env)
-
-
 # --- the kit ----------------------------------------------------------------------------------------------------------
 
 
@@ -207,3 +190,14 @@ SPEC = attrs.evolve(mtp.specdec_drafters()[0], config=ManyTurns, prepare=_prepar
 @parametrize_checks(drafter=SPEC, effort="sample")
 def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
     check()
+
+
+def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> None:
+    class Plain(TableModel):
+        def draft_head(self, tokens: Any) -> Any:
+            return ForwardPass.draft_head(self, tokens)
+
+    file = tmp_path / "v.json"
+    DraftVocabulary(tokens=(1,), vocab_size=5).write(file)
+    with pytest.raises(UnsupportedError, match="offers no pruned draft head"):
+        mtp.prepare(MtpConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))

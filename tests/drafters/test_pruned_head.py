@@ -88,17 +88,6 @@ def test_the_choice_is_a_function_of_the_tokens(
     event(f"full: {full}")
 
 
-def test_a_new_generation_starts_with_the_pruned_head() -> None:
-    """What was generated is prompt now: its ids are added, its misses count no more."""
-    followed = choice(range(10))
-    tokens = [1, *range(10, 30)]
-    assert followed.follow(Context(tokens, generated_from=1)) is None
-    head = followed.follow(Context(tokens, generated_from=len(tokens)))
-    assert head is not None
-    assert set(head.tokens) == {*range(10), *tokens}
-    assert followed.share == 0
-
-
 def test_added_rows_are_asked_for_once() -> None:
     head = Head(tuple(range(10)), [])
     followed = HeadChoice(PreparedVocabulary.of(head, VOCAB), max_miss=1.0, max_extra=100)

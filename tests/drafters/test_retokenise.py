@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
@@ -148,22 +147,6 @@ def test_text_that_the_target_would_have_written_itself_gives_its_own_tokens(wor
     read.follow(tokens[:cut])
     rest = target.decode(tokens)[len(target.decode(tokens[:cut])) :]
     assert continuation(target, tokens[:cut], read.text, rest, target.vocab_size) == tokens[cut:]
-
-
-@pytest.mark.parametrize(
-    ("context", "text", "wanted"),
-    [
-        ("the", "n", None),  # merges to "then": the committed "the" would not stand there
-        ("the", " a", [" a"]),
-        ("the", "", []),
-        ("in the", " theory<|end|> ab", [" theory"]),  # nothing from a special token on
-    ],
-)
-def test_a_draft_that_would_change_committed_tokens_is_none(context, text, wanted):
-    target = byte_level((*WORDS, "then"))
-    tokens = target.encode(context)
-    got = continuation(target, tokens, context, text, target.vocab_size)
-    assert got == (None if wanted is None else [i for piece in wanted for i in target.encode(piece)])
 
 
 @given(data=st.data(), pair=pairs)

@@ -9,10 +9,8 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter, Stats
+from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
 from specdec.measuring.drafts import log_rows
@@ -93,44 +91,10 @@ def test_counters_of_a_script(scripted):
     assert [one.cost for one in report.costs] == pytest.approx([COSTS.cycle(k) / 1.1 for k in (1, 2, 3, 4)])
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(
-    st.lists(st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6),
-    st.integers(1, 40),
-)
-def test_the_counters_are_the_engines_own(checkpoint, make_target, script, count):
-    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
-    lm = tiny.make_lm(folder, target, ignore_eos=True)
-    ids = lm.tokenizer.encode(PROMPT)
-    truth = tiny.plain_run(target, ids, 60)
-    factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-    lm = with_drafter(lm, factory=factory)
-    result = lm.generate(PROMPT, max_new_tokens=count)  # at depth 3, as make_lm has it
-    stats: Stats = result.stats
-    report = measure_acceptance(lm, prompts("one"), depth=3, costs=COSTS, max_new_tokens=count)
-    (group,) = report.classes
-    padded = [[*counts, 0, 0, 0][:3] for counts in (stats.offered, stats.reached, stats.accepted)]
-    assert [[getattr(p, name) for p in group.positions] for name in ("offered", "reached", "accepted")] == padded
-    assert (group.tokens, group.cycles) == (stats.tokens, stats.cycles)
-    assert [row["class"] for row in report.rows()] == ["one"] * 3 + ["(all)"] * 3
-
-
 def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> Run:
     """A run from ``(asked, drafted, accepted)``."""
     done = [drafted(9, asked, range(length), accepted) for asked, length, accepted in cycles]
     return Run(prompt=Prompt(kind=kind, text="x"), prompt_tokens=(1,), tokens=(0,) * tokens, cycles=tuple(done))
-
-
-def test_a_drafter_that_is_often_silent_pays_for_the_drafts_it_makes():
-    """Three cycles in four without a draft cost a plain step each; the fourth emits three tokens."""
-    seconds = [1.0, 1.5, 2.0]
-    run = made_run("a", [(2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 2, 2)], 6)
-    group = summarise("a", [run], seconds)
-    assert [p.offered for p in group.positions] == [1, 1]
-    assert [p.cumulative for p in group.positions] == [1.0, 1.0]
-    assert [p.tokens for p in group.predictions] == [1.25, 1.5]
-    assert [p.speedup for p in group.predictions] == pytest.approx([5 / 4.5, 6 / 5.0])
 
 
 def test_intervals_are_over_prompts():
@@ -148,16 +112,6 @@ def test_intervals_are_over_prompts():
     assert (second.cumulative, second.conditional) == (0.5, 1.0)
     assert second.cumulative_interval == (low, high)
     assert second.conditional_interval == (1.0, 1.0)
-
-
-def test_costs_that_no_draft_can_pay_for(scripted):
-    lm = scripted([(4, 4)])
-    dear = CostTable(verify={1: 1.0, 5: 9.0}, draft={0: 0.0, 4: 4.0}, commit=0.0)
-    report = measure_acceptance(lm, prompts("one", count=8), depth=4, costs=dear, max_new_tokens=8)
-    assert [one.break_even for one in report.costs] == [None] * 4
-    assert report.classes[0].verdict is Advice.NOT_WORTH_IT
-    assert report.classes[0].best is not None
-    assert report.classes[0].best.depth == 1  # the least bad one
 
 
 def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, Text
+from specdec.measuring.comparison import END, Comparison, ComparisonReport
 from specdec.measuring.divergences import ROUNDING, Verdict
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
@@ -191,16 +191,6 @@ def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:
     assert judged(plain, other, plain, tolerance=ROUNDING["float32"]).verdict is Verdict.REAL
     one = judged(plain, other, noisy, tolerance=ROUNDING["float32"])
     assert (one.verdict, "plain against plain" in one.reason) == (Verdict.UNKNOWN, True)
-
-
-@pytest.mark.parametrize(("apart", "verdict"), [(0.0, Verdict.TIE), (0.1, Verdict.UNKNOWN), (1.36, Verdict.REAL)])
-def test_equal_tokens_with_other_log_probabilities_have_a_verdict(apart: float, verdict: Verdict) -> None:
-    plain, _ = answers(3.0)
-    other = attrs.evolve(plain, steps=(Step("a", -0.1 - apart, {"a": -0.1 - apart}), plain.steps[1]))
-    pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
-    fields = {"plain": "", "speculative": "", "request": REQUEST, "done": 1, "planned": 1, "tokens": 2, "gaps": ()}
-    report = ComparisonReport(**fields, speculation=pairing, control=Pairing())
-    assert (report.logprobs_verdict, report.divergences) == (verdict, ())
 
 
 def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> None:

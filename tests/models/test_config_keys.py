@@ -116,11 +116,6 @@ def test_a_variant_that_the_family_has_not_is_refused(name: str, changes: dict[s
         parsed(name, changes)
 
 
-def test_a_sliding_window_that_is_switched_off_is_taken() -> None:
-    changes = {"use_sliding_window": False, "sliding_window": 4096}
-    assert parsed("Llama-3.1-8B", changes) == parsed("Llama-3.1-8B", {})
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 
 

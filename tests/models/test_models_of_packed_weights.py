@@ -152,11 +152,6 @@ def test_the_reference_takes_int8_activations_too(monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(logits(int8), logits(floats))
 
 
-def test_int8_activations_without_packed_integers_have_no_effect() -> None:
-    weights = specdec.load(activations="int8").info.weights
-    assert weights.endswith("; float activations: none is of packed integers")
-
-
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_other_backends_refuse_int8_activations(backend: str) -> None:
     choice = Choice(backend, _own_options(TargetConfig(activations="int8")))
@@ -173,20 +168,6 @@ def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:
     x = torch.randn(4, head.shape[1], dtype=ops.inner.dtype)
     pruned, whole = ops.pruned_head(x, rows).rows(), ops.head(x, head).rows()
     assert np.array_equal(pruned[:, ids], whole[:, ids])
-
-
-def test_kernels_without_the_format_decode_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = folder_of(tmp_path, "qwen3")
-    converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    for folder, weights, format in ((source, "int4", "int4 g64"), (converted, "auto", "mlx-affine 4 bits g32")):
-        loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), weights=weights)))
-        told = [notice for notice in loaded.notices if "are decoded to" in notice]
-        assert len(told) == 1
-        assert format in told[0]
-        assert f"{format} decoded to" in loaded.target.info.weights
-    loaded = load_target(RunConfig(target=TargetConfig(model=str(converted), weights="decoded")))
-    assert not any("are decoded to" in notice for notice in loaded.notices)
 
 
 def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:

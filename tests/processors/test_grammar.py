@@ -260,12 +260,6 @@ def test_end_tokens_are_allowed_exactly_where_the_text_is_a_sentence(regex, targ
         assert (allowed(processor, output[:length]) & ENDS) == (ENDS if whole else set())
 
 
-def test_an_added_token_that_is_not_special_is_text():
-    processor, (call,) = fresh(GrammarConfig(lark='start: "<tool_call>" "ab"')), words.tokenizer().encode(words.CALL)
-    assert call in allowed(processor, [])
-    assert allowed(processor, [call]) == set(words.tokenizer().encode("ab"))
-
-
 def test_a_padding_token_of_the_model_is_never_allowed():
     processor = fresh(GrammarConfig(regex="(?s:.*)"))
     padding = set(range(words.tokenizer().vocab_size, V))

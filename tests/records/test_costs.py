@@ -114,13 +114,6 @@ def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(d
     assert sorted(table.draft) == [0, 6]
 
 
-def test_passes_are_priced_where_the_drafter_has_no_opinion():
-    lm = specdec.load(drafter="ngram", depth=2)
-    table = measure_costs(lm, (0, 3), repeats=1, budget_s=float("inf"))
-    assert sorted(table.verify) == [1, 4]
-    assert table.verify[4] > 0.0
-
-
 @pytest.mark.parametrize("capacity", [1, 3, 4, 9])
 def test_a_short_session_is_measured_or_refused_never_overrun(capacity):
     config = specdec.load_config(overrides=[f"target.capacity={capacity}"])
@@ -189,24 +182,6 @@ def test_a_kept_table_that_is_much_too_slow_is_replaced_silently(folder, demo, m
         notices: list[str] = []
         assert (costs_of(demo, notices) == kept) == believed
         assert notices == []  # the machine's doing, not the user's: it would come again and again
-
-
-def test_a_table_from_a_busy_moment_is_used_and_not_kept(folder, demo, monkeypatch):
-    busy = attrs.evolve(TABLE, steady=False)
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: busy)
-    assert costs_of(demo, []) is busy
-    assert not folder.exists()
-
-
-def test_a_table_that_is_not_used_is_reported_once(folder, demo, monkeypatch):
-    """Also where the machine is too busy to keep another one."""
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: attrs.evolve(TABLE, steady=False))
-    folder.mkdir()
-    cost_identity(demo).path().write_text("{")
-    notices: list[str] = []
-    for _ in range(3):
-        costs_of(demo, notices)
-    assert len(notices) == 1
 
 
 BROKEN = [

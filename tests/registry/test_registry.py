@@ -10,9 +10,9 @@ import types
 import pytest
 
 from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, ModelSpec, VerifierSpec
-from specdec.errors import ConfigError, PluginError, StateError, UnknownNameError
+from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, Registry, calling, notify_cycle, use_registry
+from specdec.registry import Kind, Registry, notify_cycle, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -115,14 +115,6 @@ def test_a_broken_plugin_harms_nobody_until_it_is_asked_for(ship, case):
         Registry(LIGHT, strict=True).drafter("echo")
 
 
-def test_a_plugin_that_breaks_halfway_leaves_nothing_behind(ship):
-    ship("specdec-half", BROKEN["second half broken"][0], name="half-of-it")
-    registry = Registry(LIGHT)
-    assert "half" not in names(registry, Kind.DRAFTER)
-    with pytest.raises(PluginError, match="could not be loaded"):
-        registry.drafter("half")  # the name it would have had, not only that of its entry point
-
-
 @pytest.mark.parametrize("line", ["this line has no equals sign", "bad ="])
 def test_a_distribution_with_broken_metadata_does_not_hide_the_others(ship, tmp_path, line):
     ship("specdec-echo", GOOD.format(name="echo"), name="echo")
@@ -209,28 +201,6 @@ def test_registering_by_hand_fails_at_once_and_leaves_nothing():
     assert len(registry.entries(Kind.VERIFIER)) == 1
     with pytest.raises(PluginError, match="implements no hook"):
         registry.register(object())
-
-
-def test_what_a_plugin_raises_names_it_with_its_distribution(ship):
-    ship("specdec-echo", GOOD.format(name="echo"), name="echo", version="3.0")
-    registry = Registry(())
-    echo = registry.drafter("echo")
-    former = use_registry(registry)
-    try:
-        with pytest.raises(PluginError, match="the drafter 'echo' failed in factory: KeyError: 'key'") as raised:
-            with calling(echo, "factory"):
-                raise KeyError("key")
-        assert raised.value.facts["plugin"] == "echo (specdec-echo 3.0)"
-        assert isinstance(raised.value.__cause__, KeyError)
-        with pytest.raises(StateError, match="the server is gone") as ours:  # its own text stays
-            with calling((Kind.DRAFTER, "echo"), "factory"):
-                raise StateError("the server is gone", try_="later")
-        assert ours.value.plugin == raised.value.plugin == ("drafter", "echo")
-        assert ours.value.facts["plugin"] == "echo (specdec-echo 3.0), in factory"
-        with pytest.raises(KeyboardInterrupt), calling(echo, "factory"):
-            raise KeyboardInterrupt
-    finally:
-        use_registry(former)
 
 
 def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():

@@ -386,19 +386,6 @@ def test_a_match_does_not_depend_on_the_pieces(pieces: list[str], stops: list[st
     assert (emitted, matched) == naive("".join(pieces), stops)
 
 
-def test_only_a_possible_beginning_is_held_back() -> None:
-    matcher = StopMatcher(["\n\nUser:", "END"])
-    assert matcher.push("fine") == ("fine", None)
-    assert matcher.push(" text\n") == (" text", None)
-    assert matcher.push("\nUse") == ("", None)
-    assert matcher.push("d") == ("\n\nUsed", None)
-    assert matcher.push("E") == ("", None)
-    assert matcher.push("ND of it") == ("", "END")
-    assert matcher.push("more") == ("", "END")
-    assert matcher.flush() == ""
-    assert StopMatcher([]).push("abc") == ("abc", None)
-
-
 # --- a stranger's tokenizer and template ----------------------------------------------------------------------------
 
 

@@ -69,20 +69,6 @@ def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_pat
         assert file.metadata() == {"format": "pt"}
 
 
-def test_the_model_keeps_its_identity_and_its_notices(source: Path, tmp_path: Path) -> None:
-    """Each notice once: those of the source that the cache keeps, and those that its own audit finds again."""
-    tensors = load_file(source / "model.safetensors") | {"model.extra": torch.ones(2)}
-    save_file(tensors, source / "model.safetensors")
-    plain = load_target(RunConfig(target=TargetConfig(model=str(source), dtype="bfloat16", weights="decoded")))
-    written = load(source, tmp_path / "cache")
-    cached = load(source, tmp_path / "cache")
-    assert cached.target.info.fingerprint == plain.target.info.fingerprint
-    about = [notice for notice in plain.notices if "activations" in notice or "extra" in notice]
-    assert len(about) == 2
-    for loaded in (written, cached):
-        assert [notice for notice in loaded.notices if "weights" not in notice[:8]] == list(plain.notices)
-
-
 def _edit_weights(source: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

@@ -56,16 +56,6 @@ def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
     assert "q_scale" not in wanted.notices[-1]
 
 
-def test_a_scale_in_another_model_is_a_tensor_like_any_other(tmp_path: Path) -> None:
-    """DeepSeek-V4 has plain parameters whose names end in ``scale``."""
-    tensors = {
-        "layers.0.hc_attn_scale": torch.ones(3),
-        "layers.0.attn.scale": torch.ones(1),
-        "hc_head_scale": torch.ones(1),
-    }
-    assert set(formats_of(opened(tmp_path, tensors))) == set(tensors)
-
-
 def test_the_config_is_read_for_sizes_only() -> None:
     hints = Hints.of(
         {

@@ -226,15 +226,6 @@ def test_a_nan_code_anywhere_is_found(tmp_path: Path, label: str, code: int) -> 
             found.raise_for_errors()
 
 
-def test_codes_and_scales_that_overflow_only_together_are_found(tmp_path: Path) -> None:
-    parts, _ = q.mxfp4(drawn(0, 8, 64))
-    parts["scale"] = torch.full((8, 2), 253, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    parts["weight"] = torch.full((8, 32), 0x11, dtype=torch.int8)  # every value 0.5: the scale alone is no fault
-    assert audited(tmp_path / "sound", parts, (8, 64)).non_finite == []
-    parts["weight"][7, 31] = 0x71  # one value 6
-    assert audited(tmp_path / "broken", parts, (8, 64)).non_finite == [NAME]
-
-
 FOREIGN: dict[str, tuple[q.Tensors, dict[str, Any], str]] = {
     "gptq": (
         {
@@ -275,14 +266,6 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
     assert found.unused == []
     text = str(found.errors[0])
     assert f"the tensor {X}{codes} is quantised with {method}, which is not read" in text
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float8_e5m2, torch.int64])
-def test_a_weight_of_no_known_format_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    found = audited(tmp_path, {"weight": torch.ones(200, 320).to(dtype)}, quant_method="homemade")
-    text = str(found.errors[0])
-    for fact in [f"{X}weight is stored as", "no known format", "homemade"]:
-        assert fact in text
 
 
 def test_a_scale_beside_a_plain_weight_is_not_applied_and_is_said(tmp_path: Path) -> None:

@@ -156,17 +156,6 @@ def test_stacks_are_taken_apart(tmp_path: Path, name: str) -> None:
         assert_same_bits(matrix, wanted)
 
 
-@pytest.mark.parametrize("name", q.QUANTISERS)
-def test_only_what_is_asked_for_stays_packed(tmp_path: Path, name: str) -> None:
-    parts, _ = q.QUANTISERS[name](drawn(4, 64, 64))
-    checkpoint = opened(tmp_path, parts)
-    label, _ = q.label(name)
-    for keeps in (frozenset[str](), frozenset({"nvfp4"}), frozenset({"fp8-block"}), ALL):
-        found = weights(checkpoint, keeps=keeps).matrix(NAME)
-        wanted = any(label.split()[0] == kept for kept in keeps)
-        assert isinstance(found, StoredMatrix) == wanted, (name, keeps)
-
-
 # --- families --------------------------------------------------------------------------------------------------------
 
 
