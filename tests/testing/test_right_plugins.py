@@ -1,4 +1,4 @@
-"""Right but unusual plugins, written from the contract alone: the kit flags none, and the engine runs them."""
+"""Right but unusual plugins: the kit flags none, and the engine runs them."""
 
 from __future__ import annotations
 
