@@ -109,29 +109,6 @@ def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path: Path) -> Non
         drafted(lm, served)
 
 
-def test_a_saved_session_fits_only_the_states_that_its_head_was_fed_with(tmp_path: Path) -> None:
-    """The head's cache is made of them: loaded with others it would draft from a mixture of both."""
-    model = written(tmp_path / "model")
-    head = {"mtp": str(converted(model, tmp_path / "head"))}
-    cases: list[tuple[dict[str, str], str, bool]] = [
-        ({}, "normed", True),
-        ({}, "residual", False),
-        (head, "residual", True),
-        (head, "normed", False),
-    ]
-    for number, (saved, states, fits) in enumerate(cases):
-        session = loaded(model, **saved).session()
-        session.generate(list(range(1, 24)), max_new_tokens=4, ignore_eos=True)
-        session.save(tmp_path / str(number))
-        other = loaded(model, **saved, mtp_states=states).session()
-        if fits:
-            other.load(tmp_path / str(number))
-            assert other.tokens == session.tokens
-        else:
-            with pytest.raises(SpecdecError, match=f"saved with another model: .*, this one has '.*-{states}'"):
-                other.load(tmp_path / str(number))
-
-
 def test_output_and_sessions_are_those_of_plain_decoding(tmp_path: Path) -> None:
     model = written(tmp_path / "model")
     head = converted(model, tmp_path / "head")

@@ -74,20 +74,6 @@ def test_a_machine_says_what_runs_and_why_the_rest_does_not(invoke):
         assert text in said, text
 
 
-def test_a_machine_as_json(invoke):
-    told = json.loads(invoke("doctor", "--json", registry=with_plugins(Fails(), Odd())).stdout)
-    assert told["model"] is None
-    machine = told["machine"]
-    backends = {backend["name"]: backend for backend in machine["backends"]}
-    assert (backends["cpu"]["available"], backends["cpu"]["reason"]) == (True, "")
-    assert (backends["absent"]["available"], backends["absent"]["reason"]) == (False, "no such device")
-    assert machine["auto"] in backends
-    assert "absent: no such device" in machine["auto_reason"]
-    assert not machine["kernels_available"]
-    assert machine["memory"]["total"] is None or machine["memory"]["total"] > machine["memory"]["free"] > 0
-    assert len(machine["failures"]) == 1
-
-
 def test_a_cache_that_cannot_be_written_is_told(invoke, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))

@@ -24,17 +24,14 @@ from specdec.contract import (
     ForwardOutput,
     Needs,
     PrepareEnv,
-    Sampling,
     Verdict,
 )
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry, use_registry
-from specdec.testing import DrafterSubject, TableModel
-from specdec.testing.engine_run import run_engine
+from specdec.testing import DrafterSubject
 from specdec.testing.scripted_session import ScriptedSession
-from specdec.verifiers.strict import StrictVerifier
 from tests.drafters import composed
 
 SPEC = specdec_drafters()[0]
@@ -184,25 +181,6 @@ def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
     told = played.drafter.report()["drafters"]
     assert "propose" in told["noted"]["failed"]
     assert "failed" not in told["noted#2"]
-
-
-def test_a_look_up_with_a_long_match_goes_before_a_head():
-    """In a repeating text the look-up drafts, in a fresh one the head: a choice by the prefix alone."""
-    target = TableModel.random(5, mtp=True, peak=0.3, seed=2)
-    choices = subject(Choice("ngram", {"min_order": 4, "max_order": 8}), Choice("mtp"))
-    drafters: list[Drafter] = []
-
-    def make(env: DrafterEnv) -> Drafter:
-        drafters.append(choices.make(env))
-        return drafters[-1]
-
-    shared = choices.prepare(target)
-    fresh, repeated = [0, 1, 2, 3, 4, 0, 2, 4], [0, 1, 2, 3, 4] * 4
-    for prompt, first in ((fresh, "mtp"), (repeated, "ngram")):
-        run_engine(target, StrictVerifier(), make, prompt, 3, [2, 0, 0], Sampling(), needs=choices.needs, shared=shared)
-        told = drafters[-1].report()["drafters"]
-        assert told[first]["drafts"] == 1
-        assert sum(one["drafts"] for one in told.values()) == 1
 
 
 # --- what cannot be used ---------------------------------------------------------------------------------------------

@@ -106,23 +106,6 @@ def test_strict_output_is_that_of_plain_decoding(
     tiny.assert_same_bits(held, tiny.state_arrays(target, plain._sequence.state))
 
 
-def test_the_whole_vocabulary_drafts_what_the_full_head_drafts(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    """Nothing is lost but what is left out: the same drafts, and the same acceptance."""
-    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
-    prompt = [40, 50, 60, 70, 40, 50]
-    for temperature in (0.0, 1.0):
-        sampling = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
-        full = tiny.make_lm(folder, target, lambda env: MtpDrafter(MtpConfig(), env)).generate(prompt, **sampling)
-        pruned = model_of(folder, target, MtpConfig(vocabulary="given"), tuple(range(VOCAB)), 3).generate(
-            prompt, **sampling
-        )
-        assert full.stats.draft == {}
-        assert pruned.stats.draft["pruned_drafts"] == pruned.stats.offered[0]
-        assert (pruned.stats.accepted, pruned.stats.offered) == (full.stats.accepted, full.stats.offered)
-
-
 def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:

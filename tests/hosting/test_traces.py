@@ -49,19 +49,6 @@ def test_what_was_recorded_is_read_again(tmp_path_factory, sections, lost):
         read_trace(path)
 
 
-def test_a_rewind_begins_another_request(tmp_path):
-    writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
-    number = writer.begin([1, 2, 3])
-    writer.draft(number, 3, 2, [])
-    writer.commit(number, [4, 5])
-    writer.rewind(number, 4)
-    writer.commit(number, [6])
-    writer.draft(number, 5, 2, [])
-    first, second = read_trace(tmp_path / "t").requests
-    assert (first.prompt, first.tokens) == ((1, 2, 3), (4, 5))
-    assert (second.prompt, second.tokens) == ((1, 2, 3, 4), (6,))
-
-
 HEADER = {"specdec": "trace", "version": 1, "vocab_size": 10}
 
 

@@ -14,7 +14,7 @@ from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
 from specdec.measuring.drafts import log_rows
-from specdec.measuring.runs import Measurement, Run
+from specdec.measuring.runs import Run
 from specdec.records.cost_table import CostTable
 from tests import tiny
 
@@ -136,41 +136,6 @@ def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
     assert report.overall.prompts == 3
 
 
-def test_an_interrupted_prompt_is_not_counted(scripted):
-    lm = scripted([(4, 1)])
-
-    class Stopping(Scripted):
-        def propose(self, context: Context, depth: int) -> Draft:
-            if self.cycle == 2:
-                run.stop()  # a signal in the middle of the first prompt
-            return super().propose(context, depth)
-
-    lm = with_drafter(lm, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], env.target.info.vocab_size))
-    run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
-    report = run.run()
-    assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
-    assert [row["verdict"] for row in report.rows()] == [None] * 4
-    json.dumps(report.to_dict(), allow_nan=False)
-
-
-@pytest.mark.parametrize(("factor", "told"), [(1.4, False), (9.0, True)])
-def test_a_clock_that_contradicts_the_costs_is_told(scripted, monkeypatch, factor, told):
-    """The costs were measured on a quiet machine, the run on a busy one, or the other way round."""
-    right = Measurement._generate
-
-    def timed(*args: Any) -> Run | None:
-        run, seconds = right(*args), factor * COSTS.cycle(4)
-        assert run is not None
-        times = {"draft_seconds": 0.0, "verify_seconds": seconds, "commit_seconds": 0.0}
-        return attrs.evolve(run, cycles=tuple(attrs.evolve(cycle, **times) for cycle in run.cycles))
-
-    monkeypatch.setattr(Measurement, "_generate", timed)
-    report = measure_acceptance(scripted([(4, 4)]), prompts("a"), depth=4, costs=COSTS, max_new_tokens=20)
-    assert any("times what the costs say" in notice for notice in report.notices) == told
-    assert report.overall.cycle_seconds == pytest.approx(factor * COSTS.cycle(4))
-    assert report.overall.clocked == pytest.approx(report.overall.predictions[-1].speedup / factor)
-
-
 def test_a_drafter_that_fails_is_told(scripted):
     lm = scripted([(4, 1)])
 
@@ -249,3 +214,20 @@ def test_a_row_of_the_log_has_drafted_beside_actual():
     }
     assert (rows[1]["position"], rows[1]["context"], rows[1]["actual_text"]) == (3, "abcde", ["f", "g"])
     assert (rows[2]["actual"], rows[2]["mismatch"]) == ([], 0)
+
+
+def test_an_interrupted_prompt_is_not_counted(scripted):
+    lm = scripted([(4, 1)])
+
+    class Stopping(Scripted):
+        def propose(self, context: Context, depth: int) -> Draft:
+            if self.cycle == 2:
+                run.stop()  # a signal in the middle of the first prompt
+            return super().propose(context, depth)
+
+    lm = with_drafter(lm, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], env.target.info.vocab_size))
+    run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
+    report = run.run()
+    assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
+    assert [row["verdict"] for row in report.rows()] == [None] * 4
+    json.dumps(report.to_dict(), allow_nan=False)

@@ -57,31 +57,6 @@ def test_bytes_of_a_decode_step(
     assert state_megabytes <= step.state / 2e6 <= state_megabytes * 1.05
 
 
-def test_formats_and_stored_bytes(tmp_path: pathlib.Path) -> None:
-    """A matrix in FP8 blocks is one weight of its decoded shape; the bytes are those of the file."""
-    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16", intermediate=200)
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    name = next(key for key in weights if key.endswith("layers.0.mlp.gate_proj.weight"))
-    rows, columns = weights[name].shape
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
-    scale = torch.ones(math.ceil(rows / 128), math.ceil(columns / 128))
-    weights[f"{name}_scale_inv"] = scale
-    save_file(weights, file)
-    told = specdec.inspect_checkpoint(str(folder))
-    coded = [row for row in told.formats if row.format.startswith("fp8")]
-    assert [(row.module, row.format, row.weights) for row in coded] == [("MLP", "fp8-block 128x128", 1)]
-    assert (coded[0].parameters, coded[0].stored_bytes) == (rows * columns, rows * columns + 4 * scale.numel())
-    assert sum(row.stored_bytes for row in told.formats) == told.size_bytes
-    assert not told.unused
-    assert not told.missing
-    assert not told.problems
-    assert told.decode_step is not None
-    saved = told.decode_step.weights - told.decode_step.stored
-    wide = sum(row.parameters for row in told.formats if row.format == "f32")  # A_log and the like, 2 bytes too many
-    assert saved == rows * columns - 4 * scale.numel() - 2 * wide
-
-
 def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
     """What can be told is told, with the plugin that would run it."""
     save_file({"h.0.attn.c_attn.weight": torch.ones(4, 12)}, tmp_path / "model.safetensors")

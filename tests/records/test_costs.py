@@ -282,15 +282,15 @@ def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder):
     assert specdec.load(verifier=verifier, depth="adaptive").depth.spec.name == "adaptive"
 
 
-def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
-    monkeypatch.setattr("specdec.models.loading.probe_rows", lambda target: "made up")
-    lm = specdec.load()
-    assert lm.depth.spec.name == "fixed"
-    assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)
-
-
 def test_without_a_drafter_nothing_is_measured_and_the_result_says_why(folder):
     lm = specdec.load(drafter="none")
     assert lm.depth.spec.name == "fixed"
     assert lm.generate("x", max_new_tokens=3).stats.speculation()["reason"] == "drafter 'none' was chosen"
     assert not folder.exists()
+
+
+def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
+    monkeypatch.setattr("specdec.models.loading.probe_rows", lambda target: "made up")
+    lm = specdec.load()
+    assert lm.depth.spec.name == "fixed"
+    assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, ModelSpec, VerifierSpec
+from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, VerifierSpec
 from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
 from specdec.registry import Kind, Registry, notify_cycle, use_registry
@@ -163,24 +163,6 @@ def test_an_unknown_name_says_what_is_there_what_is_not_and_what_is_near(ship):
 def test_every_kind_has_an_error_for_an_unknown_name(kind):
     with pytest.raises(UnknownNameError, match="'nobody'"):
         getattr(Registry((), entry_points=()), kind)("nobody")
-
-
-def test_a_family_is_found_by_each_model_type_and_conflicts_by_it():
-    def family(name, *model_types):
-        @hookimpl
-        def specdec_models():
-            return [ModelSpec(name=name, model_types=model_types, parse=dict, build=dict)]
-
-        return types.SimpleNamespace(specdec_models=specdec_models, __name__=name)
-
-    class Hashable(types.SimpleNamespace):
-        __hash__ = object.__hash__
-
-    one, two = (Hashable(**vars(family(*words))) for words in (("a", "x", "y"), ("b", "y")))
-    registry = Registry((one, two), entry_points=())
-    assert registry.model("x").name == "a"
-    with pytest.raises(PluginError, match="'y'"):
-        registry.model("y")
 
 
 def test_registering_by_hand_fails_at_once_and_leaves_nothing():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.checkpoints import Checkpoint, TensorSpec, check_weights, write_checkpoint
-from specdec.checkpoints.quantised import Hints, formats_of
+from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_decoders import drawn
 
@@ -54,29 +54,3 @@ def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
     assert check_weights(checkpoint, {}).unused == []
     wanted = check_weights(checkpoint, {"layers.0.self_attn.q_scale": TensorSpec((1,))})
     assert "q_scale" not in wanted.notices[-1]
-
-
-def test_the_config_is_read_for_sizes_only() -> None:
-    hints = Hints.of(
-        {
-            "text_config": {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "ignore": ["lm_head"],
-                    "config_groups": {
-                        "a": {
-                            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
-                            "input_activations": {"num_bits": 8, "type": "int", "group_size": 7},
-                        },
-                        "b": {"weights": {"num_bits": 8, "type": "float", "block_structure": [16, 24]}},
-                        "c": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None}},
-                    },
-                }
-            }
-        }
-    )
-    assert (hints.bits, hints.groups, hints.blocks, hints.channels) == ((4, 8), (64,), ((16, 24),), True)
-    assert hints.method == "compressed-tensors (config.json, quantization_config.quant_method)"
-    odd = {"quantization_config": {"weight_block_size": [128], "config_groups": {"a": {"weights": {"num_bits": "4"}}}}}
-    assert (Hints.of(odd).blocks, Hints.of(odd).bits) == ((), ())
-    assert Hints.of({}) == Hints()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, formats_of
-from tests import tiny, tiny_families
+from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
@@ -229,28 +229,3 @@ def test_families_hand_over_what_is_kept(tmp_path: Path, family: str, name: str)
     rows = [target.decode(target.new_state(32), PROMPT).need_logits().rows().copy() for target in targets]
     assert rows[0].std() > 0.5
     assert np.array_equal(*rows)
-
-
-def test_fused_experts_stay_packed_where_blocks_allow(tmp_path: Path) -> None:
-    """``gate_up_proj`` is cut in two: at a block of rows it stays packed, elsewhere both halves are decoded."""
-    source = tiny_families.write_qwen3_5_moe(
-        tmp_path / "source", **FAMILIES["qwen3_5_moe"], layouts=("fused",), mtp_layout="fused"
-    )
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for block, cut in (((16, 24), True), ((24, 16), False)):  # 32 rows each
-        stored: q.Tensors = {}
-        for name, tensor in load_file(source / "model.safetensors").items():
-            stored[name] = tensor
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                parts, _ = q.fp8_block(tensor.numpy(), block)
-                stored[name], stored[f"{name}_scale_inv"] = parts["weight"], parts["weight_scale_inv"]
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
-        folder = write_checkpoint(tmp_path / str(cut), config, stored)
-        keeping, plain = Recording(ALL), Recording(frozenset())
-        rows = []
-        for ops in (keeping, plain):
-            target = tiny.make_target(folder, ops=ops)
-            rows.append(target.decode(target.new_state(32), PROMPT).need_logits().rows().copy())
-        assert np.array_equal(*rows)
-        blocks = 3  # two layers and the head's
-        assert len(keeping.packed) == blocks * 4 * (3 if cut else 1)
