@@ -40,8 +40,8 @@ from click.testing import CliRunner
 import specdec
 from specdec import errors, hookspecs
 from specdec.cli import main
-from specdec.config import PLUGIN_TABLES, Choice, FieldError, GenerationConfig, RunConfig, TargetConfig, load_config
-from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
+from specdec.config import FieldError, GenerationConfig, TargetConfig, load_config
+from specdec.registry import Registry, use_registry
 from tests.processes import HUNG, run_python
 from tests.selection import cases
 
@@ -320,16 +320,6 @@ def test_the_reference_lists_every_key_with_its_default(heading, section):
     assert rows(REFERENCE / "configuration.md", heading) == known
 
 
-def test_the_reference_lists_the_plugin_tables():
-    config = RunConfig()
-    known: dict[str, str] = {}
-    for table in PLUGIN_TABLES:
-        choice: Choice = getattr(config, table)
-        known |= {f"{table}.name": as_toml(choice.name)}
-        known |= {f"{table}.{key}": as_toml(value) for key, value in choice.options.items()}
-    assert rows(REFERENCE / "configuration.md", "`[drafter]`, `[verifier]`, `[depth]`") == known
-
-
 def test_the_reference_describes_every_hook():
     text = (REFERENCE / "hooks.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## `(\w+)\(([^)]*)\)`$", text, re.MULTILINE)
@@ -367,14 +357,6 @@ def test_the_page_on_the_command_line_has_every_command_and_option():
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
                 assert all(f"{option}" in page for option in parameter.opts)
-
-
-def test_the_page_on_plugins_has_every_built_in():
-    page = specdec_reference.plugins_markdown()
-    for entry in Registry(BUILT_INS, entry_points=()).entries():
-        assert f"| `{entry.spec.name}` |" in page
-    assert all(f"\n## {kind.value}\n" in f"\n{page}" for kind in Kind)
-    assert set(KINDS) == set(Kind)
 
 
 def test_the_documentation_names_commands_that_exist():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import pathlib
 
 import pytest
@@ -119,17 +118,6 @@ def test_the_target_needs_no_checkpoint(tmp_path):
     later.load(tmp_path / "turn.safetensors")
     assert later.generate(max_new_tokens=20).text == session.generate(max_new_tokens=20).text
     assert check_plugin("markov", effort="sample").raise_for_failures().outcomes
-
-
-def test_the_observer_writes_a_line_per_cycle(registry, tmp_path, monkeypatch):
-    generate(registry, drafter=echo)  # nothing is written before somebody says where
-    monkeypatch.setenv("SPECDEC_CYCLE_LOG", str(tmp_path / "cycles.jsonl"))
-    _, stats = generate(registry, drafter=echo)
-    lines = [json.loads(line) for line in (tmp_path / "cycles.jsonl").read_text().splitlines()]
-    assert len(lines) == stats.cycles
-    assert sum(line["accepted"] for line in lines) == sum(stats.accepted)
-    assert [line["emitted"] for line in lines] == [line["accepted"] + 1 for line in lines]
-    assert lines[0]["position"] == 2
 
 
 @pytest.mark.parametrize(("table", "option"), [("drafter", "period"), ("verifier", "k"), ("depth", "deepest")])

@@ -109,21 +109,6 @@ def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path: Path) -> Non
         drafted(lm, served)
 
 
-def test_output_and_sessions_are_those_of_plain_decoding(tmp_path: Path) -> None:
-    model = written(tmp_path / "model")
-    head = converted(model, tmp_path / "head")
-    prompt = list(range(3, 40))
-    for sampling in ({}, {"temperature": 0.9, "seed": 3}):
-        plain = specdec.load(config=RunConfig(target=TargetConfig(model=str(model), dtype="float32")), drafter="none")
-        wanted = plain.generate(prompt, max_new_tokens=20, ignore_eos=True, **sampling).tokens
-        session = loaded(model, mtp=str(head)).session()
-        first = session.generate(prompt, max_new_tokens=9, ignore_eos=True, **sampling)
-        assert first.stats.offered[0] > 0
-        rest = session.generate(max_new_tokens=11, ignore_eos=True, **sampling).tokens
-        assert [*first.tokens, *rest] == list(wanted)
-        assert first.tokens == wanted[:9]
-
-
 def key(**keys: Any) -> Edit:
     return lambda config, head: config.update(keys)
 

@@ -177,22 +177,6 @@ def test_a_value_that_a_later_layer_overrides_is_checked_too(tmp_path):
 # --- plugins' options ------------------------------------------------------------------------------------------------
 
 
-def test_options_become_the_plugins_own_config():
-    written = {"whole": 4, "number": 1, "flag": True, "word": "hard", "words": ["a"], "sizes": [1, 2], "pair": [2, "b"]}
-    written |= {"table": {"k": 1}, "maybe": 9, "either": "z", "mode": 1, "where": "a/b", "kinds": ["x", "x"]}
-    converted = {
-        "number": 1.0,
-        "sizes": (1, 2),
-        "pair": (2, "b"),
-        "where": pathlib.Path("a/b"),
-        "kinds": frozenset("x"),
-    }
-    made = structure_options(written, Options)
-    assert made == Options(**{**written, **converted})
-    assert type(made.number) is float
-    assert made.sizes == (1, 2)
-
-
 KINDS = {"whole": int, "flag": bool, "word": str, "words": list, "sizes": list, "pair": list, "table": dict}
 KINDS |= {"maybe": int, "where": str, "kinds": list}
 VALUES = st.one_of(
@@ -241,24 +225,6 @@ def test_the_error_of_an_option_has_its_path_and_the_nearest_name(options, told)
     assert told in raised.value.message
     with pytest.raises(ConfigError, match=r"key verifier\.x is unknown\. There are no options"):
         structure_options({"x": 1}, NoConfig, "verifier")
-
-
-def test_a_classs_own_validator_keeps_its_text():
-    @attrs.frozen
-    class Pair:
-        low: int
-        high: int = attrs.field(default=9)
-
-        @high.validator
-        def _ordered(self, field, value):
-            if value < self.low:
-                raise ConfigError(f"high ({value}) is below low ({self.low})")
-
-    assert structure_options({"low": 1}, Pair) == Pair(1)
-    with pytest.raises(ConfigError, match=r"key depth cannot be used: high \(2\) is below low \(3\)"):
-        structure_options({"low": 3, "high": 2}, Pair, "depth")
-    with pytest.raises(ConfigError, match=r"key depth\.low is required and missing"):
-        structure_options({}, Pair, "depth")
 
 
 def test_dataclasses_work_and_unreadable_fields_blame_the_author():

@@ -279,17 +279,6 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, 
             assert result.tokens == plain.generate(PROMPT, **settings, **more).tokens
 
 
-def test_a_prompt_with_ids_that_the_draft_model_has_no_row_for_is_not_drafted_for(base, written):
-    lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
-    session = lm.session()
-    stats = session.generate([*PROMPT, 270, 40, 41], max_new_tokens=10, ignore_eos=True).stats
-    assert stats.offered == []
-    assert not stats.inactive_reason
-    assert stats.draft["skipped"]["vocabulary"] > 0
-    session.rewind(9)
-    assert session.generate([50], max_new_tokens=10, ignore_eos=True).stats.offered
-
-
 def test_when_no_token_of_the_draft_model_is_allowed_it_has_no_opinion(base, written):
     lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
     settings = {"max_new_tokens": 10, "ignore_eos": True, "banned": tuple(range(270))}

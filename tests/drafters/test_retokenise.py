@@ -99,18 +99,6 @@ def test_the_segments_are_those_of_the_tokenizer_itself(text, pair):
     assert read.ids == draft.encode(text)
 
 
-def test_special_tokens_become_those_of_the_same_string_or_nothing():
-    target, draft = TOKENIZERS["other bytes"], TOKENIZERS["bytes"]
-    end, user = target.core.token_to_id("<|end|>"), target.core.token_to_id("<|user|>")
-    read = Transcript(target, draft)
-    read.follow([*target.encode("in"), user, *target.encode("the"), end, *target.encode("ab")])
-    assert [draft.piece(i) for i in read.ids] == ["in", "the", "<|end|>", "ab"]
-    assert read.text == "ab"
-    pieces = Transcript(target, TOKENIZERS["pieces"])
-    pieces.follow(target.encode("in the"))
-    assert [TOKENIZERS["pieces"].piece(i) for i in pieces.ids] == ["<s>", "▁", "in", "▁", "the"]
-
-
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 

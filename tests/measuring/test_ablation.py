@@ -83,18 +83,6 @@ def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
     check(run, wrong, 4)
 
 
-def test_only_the_prompt_is_left_out(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> None:
-    """Pairs that wait through a run without drafts are fed without one; the head gets those all the same."""
-    settings = tiny.QWEN3_5_SHAPES["attention-only"]
-    wrong = with_mistake(MtpOracle(checkpoint("qwen3_5", dtype="float32", **settings)), "no-prefill")
-    run = Run(AblatedLM(make_target("qwen3_5", **settings), ("no-prefill",)))
-    run.prefill(prompt_of(PROMPT))
-    for cycle in range(12):
-        run.verify([], 0, following=7 * cycle + 3)
-    assert run.state.pairs.skipped == PROMPT - 2
-    check(run, wrong, 3)
-
-
 def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..., Any], kernels: str) -> None:
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
     ours, theirs = Run(AblatedLM(target, ())), Run(target)

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter
 from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
+from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance
 from specdec.measuring.drafts import log_rows
 from specdec.measuring.runs import Run
 from specdec.records.cost_table import CostTable
@@ -89,29 +89,6 @@ def test_counters_of_a_script(scripted):
         assert prediction.interval is None  # of one prompt
     assert group.verdict is Advice.WORTH_TRYING
     assert [one.cost for one in report.costs] == pytest.approx([COSTS.cycle(k) / 1.1 for k in (1, 2, 3, 4)])
-
-
-def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> Run:
-    """A run from ``(asked, drafted, accepted)``."""
-    done = [drafted(9, asked, range(length), accepted) for asked, length, accepted in cycles]
-    return Run(prompt=Prompt(kind=kind, text="x"), prompt_tokens=(1,), tokens=(0,) * tokens, cycles=tuple(done))
-
-
-def test_intervals_are_over_prompts():
-    """Ten prompts that are all alike leave no doubt, however few tokens they have."""
-    alike = [made_run("a", [(2, 2, 1), (2, 2, 2)], 5) for _ in range(10)]
-    group = summarise("a", alike, [1.0, 1.1, 1.2])
-    assert group.best is not None
-    assert group.best.interval == pytest.approx((group.best.speedup, group.best.speedup))
-    assert group.verdict is Advice.TURN_ON
-    mixed = [made_run("a", [(2, 2, 2 if i % 2 else 0)] * 50, 150) for i in range(10)]
-    wide = summarise("a", mixed, [1.0, 1.1, 1.2])
-    low, high = wide.positions[0].cumulative_interval or (0, 0)
-    assert high - low > 0.4  # a thousand tokens, but ten prompts
-    second = wide.positions[1]  # reached by every second prompt, and then always right
-    assert (second.cumulative, second.conditional) == (0.5, 1.0)
-    assert second.cumulative_interval == (low, high)
-    assert second.conditional_interval == (1.0, 1.0)
 
 
 def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):

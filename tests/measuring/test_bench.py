@@ -12,11 +12,10 @@ import pytest
 from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
 from specdec.decoding.parts import DepthPart, DrafterPart
-from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring import bench as bench_module
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement, compare
-from specdec.measuring.runs import Run, generate, plain
+from specdec.measuring.runs import Run, generate
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
 from specdec.verifiers.strict import StrictVerifier
@@ -101,14 +100,6 @@ def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any])
     assert [one.differs_at for one in report.prompts] == [2]
     assert not report.equal
     assert report.broken_promise == (report.environment.parity == "bitwise")
-
-
-def test_the_drafter_none_and_what_does_not_fit_are_refused(scripted: Callable[..., Any]) -> None:
-    lm = scripted([(4, 2)])
-    with pytest.raises(UnsupportedError, match="'none' drafts nothing"):
-        BenchMeasurement(plain(lm), prompts("one"))
-    with pytest.raises(ConfigError, match="do not fit"):
-        BenchMeasurement(lm, prompts("one"), contexts=[lm.capacity], max_new_tokens=8)
 
 
 def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:

@@ -6,14 +6,9 @@ and by transformers.
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from tests import tiny
 from tests.tiny_families import SHAPES
 
 
@@ -25,17 +20,6 @@ def test_fused_experts_are_views_of_the_file(make_target: Callable[..., Any]) ->
     assert ups[0].data_ptr() - gates[0].data_ptr() == 4 * inner * hidden
     assert gates[1].data_ptr() - gates[0].data_ptr() == 8 * inner * hidden
     assert downs[1].data_ptr() - downs[0].data_ptr() == 4 * inner * hidden
-
-
-@pytest.mark.parametrize("mtp", [True, False])
-def test_qwen3_next_has_a_head_when_its_tensors_are_there(mtp: bool, checkpoint: Callable[..., pathlib.Path]) -> None:
-    """The config says nothing about it."""
-    folder = checkpoint("qwen3_next", mtp=mtp)
-    assert "mtp_num_hidden_layers" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    target = tiny.make_target(folder)
-    assert target.info.mtp_layers == int(mtp)
-    assert (target.model.mtp is not None) == mtp
-    tiny.plain_run(target, [1, 2, 3], 2)
 
 
 def test_the_latent_cache_holds_one_compressed_row_per_token(make_target: Callable[..., Any]) -> None:

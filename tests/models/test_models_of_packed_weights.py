@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 
@@ -141,33 +140,11 @@ def test_int8_activations_are_part_of_the_model(tmp_path: Path, source: str) -> 
     assert (floats.fingerprint + "-int8-activations", "int8 act" in floats.weights) == (lm.info.fingerprint, False)
 
 
-def test_the_reference_takes_int8_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its products are compared one by one: a model turns any difference into other roundings of later activations."""
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    int8, floats = (
-        load_target(RunConfig(target=TargetConfig(weights="int4", dtype="float32", activations=activations))).target
-        for activations in ("int8", "float")
-    )
-    assert int8.info.weights == f"{floats.info.weights}; int8 activations (84 matrices)"
-    assert not torch.equal(logits(int8), logits(floats))
-
-
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_other_backends_refuse_int8_activations(backend: str) -> None:
     choice = Choice(backend, _own_options(TargetConfig(activations="int8")))
     with pytest.raises(ConfigError, match="activations is unknown"):
         registry().options(registry().backend(backend), choice, "target.backend_options")
-
-
-def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:
-    target = load_target(RunConfig(target=TargetConfig(weights="int4"))).target
-    ops, head = target.ops, target.model.lm_head
-    ids = list(range(3, 250, 7))
-    rows = ops.head_rows(head, ids)
-    assert rows.parts[0].is_meta
-    x = torch.randn(4, head.shape[1], dtype=ops.inner.dtype)
-    pruned, whole = ops.pruned_head(x, rows).rows(), ops.head(x, head).rows()
-    assert np.array_equal(pruned[:, ids], whole[:, ids])
 
 
 def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:
@@ -177,3 +154,17 @@ def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:
         asked = TargetConfig(model=str(converted), weights=weights, decoded_cache=str(tmp_path / "cache"))
         assert any(f"not used: {reason}" in n or reason in n for n in load_target(RunConfig(target=asked)).notices)
     assert not (tmp_path / "cache").exists()
+
+
+def test_kernels_without_the_format_decode_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder_of(tmp_path, "qwen3")
+    converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    for folder, weights, format in ((source, "int4", "int4 g64"), (converted, "auto", "mlx-affine 4 bits g32")):
+        loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), weights=weights)))
+        told = [notice for notice in loaded.notices if "are decoded to" in notice]
+        assert len(told) == 1
+        assert format in told[0]
+        assert f"{format} decoded to" in loaded.target.info.weights
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(converted), weights="decoded")))
+    assert not any("are decoded to" in notice for notice in loaded.notices)

@@ -268,14 +268,6 @@ def test_a_padding_token_of_the_model_is_never_allowed():
     assert allowed(processor, sorted(padding)) == ENDS
 
 
-def test_a_compiled_grammar_is_kept_and_not_shared():
-    config = GrammarConfig(regex="ab*c")
-    first, second = fresh(config), fresh(config)
-    before = allowed(second, [])
-    allowed(first, words.tokenizer().encode("abb"))
-    assert allowed(second, []) == before
-
-
 # --- what cannot be used ---------------------------------------------------------------------------------------------
 
 

@@ -148,14 +148,6 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify,
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]  # nothing half written stays
 
 
-def test_a_second_process_measures_nothing(folder, demo, monkeypatch):
-    notices: list[str] = []
-    first = costs_of(demo, notices)
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: pytest.fail("measured again"))
-    assert costs_of(demo, notices) == first
-    assert notices == []
-
-
 def test_everything_that_costs_depend_on_has_a_file_of_its_own(folder, demo):
     """A table of another installation is neither used nor replaced, and nothing is said about it."""
     ours = cost_identity(demo)
@@ -237,15 +229,6 @@ def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch
     assert [notice.partition(":")[0] for notice in notices][-1] == "the cost table cannot be kept"
 
 
-def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECDEC_COSTS", "off")
-    assert costs_folder() is None
-    assert costs_of(demo, []).verify[1] > 0.0
-    monkeypatch.delenv("SPECDEC_COSTS")
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
-    assert costs_folder() == tmp_path / "costs"
-
-
 def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo, tmp_path):
     path = tmp_path / "mine.json"
     write_costs(path, TABLE, cost_identity(demo))
@@ -294,3 +277,12 @@ def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
     lm = specdec.load()
     assert lm.depth.spec.name == "fixed"
     assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)
+
+
+def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_COSTS", "off")
+    assert costs_folder() is None
+    assert costs_of(demo, []).verify[1] > 0.0
+    monkeypatch.delenv("SPECDEC_COSTS")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
+    assert costs_folder() == tmp_path / "costs"

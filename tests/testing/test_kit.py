@@ -20,7 +20,6 @@ from specdec.errors import ConfigError, UnknownNameError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
     Check,
-    CheckFailure,
     Status,
     Subject,
     TableModel,
@@ -127,26 +126,6 @@ def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
 
     text = str(run_check(_check("D3"), as_subject(Subject.DRAFTER, Crashes), shrink=False).failure)
     assert "ZeroDivisionError: oh (propose, test_kit.py" in text
-
-
-def test_a_plugin_that_fails_only_sometimes_is_reported_as_such():
-    calls = []
-
-    class Flaky(drafters.Honest):
-        def propose(self, context, depth):
-            calls.append(1)
-            return super().propose(context, depth + (len(calls) == 7))
-
-    assert run_check(_check("D1"), as_subject(Subject.DRAFTER, Flaky), shrink=False).status is Status.FAILED
-
-
-@pytest.mark.slow
-def test_the_report_raises_with_every_failed_id():
-    report = check_plugin(as_subject(Subject.DRAFTER, drafters.TooLong), only=["D1", "D2", "D13"])
-    assert [outcome.check.id for outcome in report.failures] == ["D1", "D13"]
-    with pytest.raises(CheckFailure, match="fails D1, D13"):
-        report.raise_for_failures()
-    assert json.loads(json.dumps(report.to_dict()))["counts"]["failed"] == 2
 
 
 @pytest.mark.slow

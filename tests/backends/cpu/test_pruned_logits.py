@@ -169,20 +169,6 @@ def test_rows_that_are_added_belong_to_their_ids(
     assert heads[-1][0].parts[0].data_ptr() == heads[-1][0].base.parts[0].data_ptr()
 
 
-def test_adding_to_the_newest_head_copies_nothing() -> None:
-    ops = ReferenceOps(torch.float32)
-    weight = torch.arange(400.0).reshape(100, 4)
-    base = ops.head_rows(weight, [1, 2, 3])
-    one = ops.head_rows(weight, [10, 11, 12], base)
-    two = ops.head_rows(weight, [20], one)
-    assert two.parts[1].data_ptr() == one.parts[1].data_ptr()
-    branch = ops.head_rows(weight, [30], one)  # the place behind it is taken
-    assert branch.parts[1].data_ptr() != one.parts[1].data_ptr()
-    assert two.parts[1][3].tolist() == weight[20].tolist()
-    assert branch.parts[1][3].tolist() == weight[30].tolist()
-    assert ops.head_rows(weight, [1, 10], two) is two
-
-
 def test_rows_of_another_backend_are_refused() -> None:
     ops = ReferenceOps(torch.float32)
     with pytest.raises(ContractError, match="another backend"):

@@ -160,14 +160,6 @@ def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
         )
 
 
-def test_a_packed_weight_without_a_kernel_is_decoded(make: Callable[..., CudaOps]) -> None:
-    """Blocks of scales that no tile divides."""
-    matrix = stored("fp8-block", 20, 33, 0, (20, 11))
-    made = make().weight(matrix)
-    assert isinstance(made, DenseWeight)
-    assert torch.equal(made.tensor.cpu(), matrix.decode())
-
-
 @pytest.mark.sample
 def test_weights_that_are_projected_together_share_memory(make: Callable[..., CudaOps]) -> None:
     """So that one launch reads them; a second use, or one of them alone, changes nothing."""

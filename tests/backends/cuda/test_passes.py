@@ -12,7 +12,7 @@ import torch
 from specdec.backends.cuda import caches, memory
 from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Needs
-from specdec.errors import ContractError, ShapeError, StateError
+from specdec.errors import ContractError, StateError
 from tests import tiny
 from tests.backends import families
 from tests.backends.cuda.fake import CaptureRefused, FakeDevice
@@ -200,15 +200,6 @@ def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[
     assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
 
 
-def test_a_draft_without_room_is_not_chained(build: Callable[..., Any]) -> None:
-    for target in (build(**HEAD), build(eager=True, **HEAD)):
-        state = target.new_state(4, Needs(mtp=True))
-        target.prefill(state, [1, 2, 3])
-        state.mtp.capacity = 5
-        assert target._chain(state, state.mtp_pass, 4, 5, target._mtp_lm_head, None) is None
-        assert (state.mtp.length, state.pairs.fed, state.pairs.waiting) == (2, 2, 1)
-
-
 def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any]) -> None:
     """The embedding of one token breaks, so that the second step fails."""
     target = build(**HEAD)
@@ -224,11 +215,3 @@ def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any
         with pytest.raises(ContractError, match="not finite"):
             target.draft_mtp(state, 2, 3, choose=choose)
         assert (state.mtp.length, state.pairs.fed) == (4, 3)
-
-
-def test_hidden_states_that_do_not_fit_are_refused(build: Callable[..., Any]) -> None:
-    target = build(**HEAD)
-    state = target.new_state(20, Needs(mtp=True))
-    for hidden in (None, torch.zeros(1, 33), torch.zeros(2, 32), torch.zeros(1, 32, dtype=torch.bfloat16)):
-        with pytest.raises(ShapeError, match="hidden states that do not fit"):
-            state.mtp_pass.run([1], hidden)

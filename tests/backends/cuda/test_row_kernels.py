@@ -293,14 +293,6 @@ def test_fused_weights_give_what_each_of_them_gives(form: str, device: torch.dev
     assert torch.allclose(plain[0] + biases[0].tensor, apart[0])
 
 
-def test_what_cannot_be_fused_stays(device: torch.device) -> None:
-    dense, nvfp4 = (weight_of(form, 40, 64, torch.float32, device) for form in ("dense", "nvfp4"))
-    uneven = [weight_of("fp8 32x32", 40, 64, torch.float32, device, seed=seed) for seed in (0, 1)]
-    assert not fuse([dense, nvfp4])
-    assert not fuse(uneven)  # a block of scales would straddle both
-    assert runs([dense, nvfp4]) == [1, 1]
-
-
 @pytest.mark.parametrize("count", [3, 16, 19])
 def test_heads_with_matrices_of_their_own(count: int, device: torch.device) -> None:
     x = rows_of(count, 3 * 41, torch.float32, device).view(count, 3, 41)[..., 4:]  # strided

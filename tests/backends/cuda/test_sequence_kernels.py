@@ -408,15 +408,6 @@ def test_the_convolution_of_a_prompt_has_the_bits_of_single_rows(device: torch.d
 # --- splits of attention ---------------------------------------------------------------------------------------------
 
 
-def test_splits_tile_the_positions() -> None:
-    """The count on the host is where the next split starts, for every length around every boundary."""
-    reach, fine, coarse = (c.value for c in (attention.REACH, attention.FINE, attention.COARSE))
-    starts = [*range(0, reach, fine), *range(reach, reach + 4 * coarse, coarse)]
-    for split, start in enumerate(starts):
-        assert attention.count_splits(start) == split
-        assert attention.count_splits(start + 1) == split + 1
-
-
 def test_capacity_and_programs_show_in_no_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, roomy = Attention(device, 400, 3), Attention(device, 400, 3, capacity=2000)
     expected = layer.run(0, 3)

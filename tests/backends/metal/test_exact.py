@@ -121,16 +121,6 @@ def test_the_probe_at_load_sees_more_than_one_part_of_attention_on_a_gpu(monkeyp
 # --- modes -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_each_mode_says_of_itself(made: Made) -> None:
-    exact, fast = MetalOps(mx.bfloat16, executor=EMULATED), MetalOps(mx.bfloat16, mode="fast")
-    assert exact.capabilities.parity is Parity.BITWISE
-    assert "longer chunks" in exact.capabilities.parity_reason
-    assert exact.capabilities.max_rows == 8
-    assert fast.capabilities.parity is Parity.NUMERIC
-    assert 'mode = "fast"' in fast.capabilities.parity_reason
-    assert exact.capabilities.kernels != fast.capabilities.kernels  # part of a probe's identity
-
-
 @pytest.mark.sample
 @pytest.mark.skipif(mx.metal.is_available(), reason="its kernels can be built here")
 def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) -> None:

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specdec.checkpoints import Checkpoint, StoredWeights
-from specdec.checkpoints.quantised import DecodedCache
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
 from specdec.models.loading import LoadedTarget, load_target
@@ -156,12 +155,3 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(
         load(source, tmp_path / "cache")
     assert "bytes" in caught.value.facts["needs"]
     assert (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8") == kept
-
-
-def test_two_writers_end_with_one_whole_cache(source: Path, tmp_path: Path) -> None:
-    opened = Checkpoint.open(source)
-    one, other = (DecodedCache(tmp_path / "cache", opened, torch.bfloat16) for _ in range(2))
-    for cache in (one, other):  # as if neither had seen the other's
-        assert cache.write().names
-    assert one.find()[0] is not None
-    assert only(tmp_path / "cache") == one.path

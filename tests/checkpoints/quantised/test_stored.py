@@ -134,28 +134,6 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> N
     assert kept_as != "fp8-block" or blocks == 128
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_stacks_are_taken_apart(tmp_path: Path, name: str) -> None:
-    """Matrices of a stack, each with its own scale per tensor where it has one."""
-    _, quantise = KEPT[name]
-    parts, _ = quantise(drawn(3, 3, 140, 64))
-    if name == "nvfp4":
-        parts["weight_scale_2"] = torch.tensor([0.5, 0.25, 3.0])
-    if name == "nvfp4 packed":
-        parts["weight_global_scale"] = torch.tensor([0.3, 0.7, 3.0])
-    held = weights(opened(tmp_path, parts))
-    stack = held.matrices(NAME)
-    assert len(stack) == 3
-    for matrix, wanted in zip(stack, held[NAME], strict=True):
-        assert isinstance(matrix, StoredMatrix)
-        assert_same_bits(matrix.decode(), wanted)
-    assert isinstance(held.matrix(NAME), torch.Tensor)  # no matrix
-    plain = weights(held.checkpoint, keeps=frozenset()).matrices(NAME)
-    for matrix, wanted in zip(plain, held[NAME], strict=True):
-        assert isinstance(matrix, torch.Tensor)
-        assert_same_bits(matrix, wanted)
-
-
 # --- families --------------------------------------------------------------------------------------------------------
 
 
