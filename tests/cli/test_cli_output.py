@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import signal
-import sys
 
 import click
 import pytest
@@ -87,12 +85,3 @@ def test_tables_of_commands_fit_80_columns_and_end_without_spaces_in_a_pipe(monk
 def test_a_drafters_report_in_a_line():
     report = {"head": "pruned", "reason": "", "pruned_drafts": 5, "drafters": {"ngram": {"drafts": 1, "offered": 3}}}
     assert draft_line(report) == "head pruned, pruned drafts 5, ngram (drafts 1, offered 3)"
-
-
-def test_ctrl_c_has_its_own_status(invoke, monkeypatch):
-    """click's own is 1, which ``accept`` and ``bench`` have for outputs that differ."""
-    module = sys.modules["specdec.cli.vocab"]  # the package's attribute of that name is the command
-    monkeypatch.setattr(module, "load_config", lambda *args: signal.raise_signal(signal.SIGINT))
-    done = invoke("vocab", "demo", "--text", "x", "-o", "y")
-    assert done.exit_code == output.INTERRUPTED == 130
-    assert done.stderr == "interrupted\n"

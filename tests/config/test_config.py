@@ -83,29 +83,6 @@ def test_the_file_wins_over_the_defaults_and_overrides_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "overrides", "depth"),
-    [
-        ("", ["depth.depth=4"], Choice("fixed", {"depth": 4})),  # as ``specdec.load(depth=4)``
-        ("depth = 3", [], Choice("fixed", {"depth": 3})),
-        ("depth = 3", ["depth.name=adaptive"], Choice("adaptive")),  # another plugin drops the former one's options
-        ("name = 'adaptive'", ["depth.depth=3"], Choice("adaptive", {"depth": 3})),
-        ("name = 'adaptive'\nlow = 1", [], Choice("adaptive", {"low": 1})),
-        ("name = 'adaptive'\nlow = 1", ["depth.name=fixed"], Choice("fixed")),
-        ("name = 'adaptive'\nlow = 1", ["depth.name=other", "depth.high=3"], Choice("other", {"high": 3})),
-        ("name = 'adaptive'\nlow = 1", ["depth.high=3", "depth.name=other"], Choice("other", {"high": 3})),
-        ("", ["depth.max_depth=3"], "is an option of a depth policy, but none is chosen"),
-        ("", ["depth.name=auto", "depth.depth=3"], "is an option of a depth policy, but none is chosen"),
-    ],
-)
-def test_which_policy_options_belong_to(tmp_path, file, overrides, depth):
-    path = write(tmp_path, f"[depth]\n{file}\n")
-    if isinstance(depth, str):
-        assert depth in failure(*overrides, path=path)
-    else:
-        assert load_config(path, overrides).depth == depth
-
-
-@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("a.b=1", 1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
@@ -196,19 +195,6 @@ def test_the_plot_is_a_png_with_a_panel_for_what_there_is(
 
 
 # --- runs from files -------------------------------------------------------------------------------------------------
-
-
-def test_a_recorded_run_is_read_back(lm: Any, tmp_path: pathlib.Path) -> None:
-    settings = {"temperature": 0.9, "seed": 4, "logit_bias": {44: 2.0}, "stop": "\0", "max_new_tokens": 12}
-    run = lm.generate([40, 50, 60], ignore_eos=True, **settings)
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps(run.to_dict()))
-    recorded = read_run(file)
-    assert (recorded.prompt, recorded.tokens) == (run.prompt, run.tokens)
-    assert recorded.fingerprint == lm.info.fingerprint
-    assert recorded.generation is not None
-    assert attrs.evolve(recorded.generation, logit_bias={44: 2.0}) == run.generation  # JSON's keys are strings
-    assert not audit(lm, recorded.prompt, recorded.tokens, generation=recorded.generation).divergences
 
 
 def test_a_file_that_is_no_run_is_refused(tmp_path: pathlib.Path) -> None:

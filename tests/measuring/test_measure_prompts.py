@@ -75,16 +75,6 @@ def test_files_without_prompts_are_refused(tmp_path):
     assert caught.value.facts["line"] == "2"
 
 
-def test_messages_go_through_the_chat_template_where_there_is_one(checkpoint: Callable[..., pathlib.Path]):
-    tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
-    message = Prompt(kind="instruction", text="Hello", chat=True)
-    wanted = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(message.encode(tokenizer), skip_special=False) == wanted
-    assert tokenizer.decode(Prompt(kind="code", text="Hello").encode(tokenizer)) == "Hello"
-    plain = Tokenizer(tokenizer.core)  # without a template
-    assert message.encode(plain) == plain.encode("Hello")
-
-
 def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint: Callable[..., pathlib.Path]):
     tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
     with pytest.raises(PromptError, match="lone surrogate") as caught:

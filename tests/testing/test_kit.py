@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Ops
-from specdec.contract import DepthPolicySpec, ForwardPass
+from specdec.contract import ForwardPass
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
-from specdec.errors import ConfigError, UnknownNameError, UnsupportedError
+from specdec.errors import ConfigError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
     Check,
@@ -126,20 +126,6 @@ def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
 
     text = str(run_check(_check("D3"), as_subject(Subject.DRAFTER, Crashes), shrink=False).failure)
     assert "ZeroDivisionError: oh (propose, test_kit.py" in text
-
-
-@pytest.mark.slow
-def test_specs_names_and_objects_are_taken():
-    assert check_plugin(ngram_specs()[0], options={"max_order": 3}, only=["D1"]).ok
-    assert check_plugin("fixed").ok
-    assert check_plugin(specdec_depth_policies()[0]).ok
-    assert check_plugin(
-        DepthPolicySpec(name="own", factory=lambda config: policies.GrowsForEver()), only=["P4"]
-    ).failures
-    with pytest.raises(UnknownNameError, match="Did you mean 'strict'"):
-        check_plugin("strikt")
-    with pytest.raises(ConfigError, match="another kind of plugin"):
-        check_plugin("fixed", only=["D1"])
 
 
 @parametrize_checks(drafter=lambda env: drafters.Honest(env), depth_policy=specdec_depth_policies()[0], effort="sample")

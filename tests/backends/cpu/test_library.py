@@ -9,18 +9,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
-import torch
 
 import specdec
 from specdec.backends.cpu import compiler, instruction_sets
@@ -443,29 +441,6 @@ def test_what_the_processor_lacks_is_refused(trivial_sources: Path, monkeypatch:
     monkeypatch.setenv("SPECDEC_CPU_INSTRUCTION_SET", "axv2")
     with pytest.raises(ConfigError, match="SPECDEC_CPU_INSTRUCTION_SET"):
         load_kernels()
-
-
-@pytest.mark.parametrize("architecture", instruction_sets.OF_ARCHITECTURE)
-def test_an_instruction_set_is_available_where_the_processor_has_all_that_it_needs(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a set that is offered to a processor without a part of it, and the order of preference."""
-    sets = instruction_sets.OF_ARCHITECTURE[architecture]
-    granted = [True]
-    monkeypatch.setattr(platform, "machine", lambda: architecture)
-    monkeypatch.setattr(instruction_sets, "_granted", lambda one: granted[0] or "amx_tile" not in one.needs)
-
-    def available(has: Collection[str]) -> list[str]:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**dict.fromkeys(has, True), "other": False})
-        return [one.name for one in instruction_sets.available.__wrapped__()]
-
-    for at, one in enumerate(sets):
-        assert available(one.needs) == [other.name for other in sets[at:] if other.needs <= one.needs]
-        for lacking in one.needs:
-            assert one.name not in available(one.needs - {lacking})
-    assert available(()) == [sets[-1].name]  # every processor has one
-    granted[0] = False
-    assert "amx" not in available(sets[0].needs)
 
 
 @pytest.mark.skipif(len(RUNNABLE) < 2, reason="this processor has one instruction set")

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
-from specdec.backends.ops import DeltaShape
 from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
-from specdec.errors import ContractError, StateError, UnsupportedError
+from specdec.errors import ContractError, UnsupportedError
 from specdec.testing import OpsSubject, Subject, check_subjects
 from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks
 
@@ -45,39 +44,6 @@ def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_whole_contract_of_operations(make: Callable[..., CudaOps], dtype: str) -> None:
     check_subjects("cuda", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
-
-
-# --- results that wait -----------------------------------------------------------------------------------------------
-
-
-def test_a_convolution_may_be_looked_at_after_its_commit(make: Callable[..., CudaOps]) -> None:
-    """It is computed when the pass is committed, from the rows before the pass, if somebody still holds it."""
-    ops = make()
-    shape = DeltaShape(key_heads=1, value_heads=1, key_dim=8, value_dim=8, kernel=4)
-    draw = torch.Generator().manual_seed(2)
-    x = torch.randn(6, shape.channels, generator=draw).to(ops.device.place)
-    gate = torch.randn(6, 1, generator=draw).to(ops.device.place)
-    weight, one = ops.vector(torch.randn(shape.channels, 4, generator=draw)), ops.vector(torch.ones(1))
-    found = []
-    for late in (False, True):
-        cache = ops.new_delta(shape)
-        for part in (slice(0, 4), slice(4, 6)):
-            u = ops.conv_window(x[part], weight, cache)
-            if not late:
-                u.tensor()
-            ops.gated_delta(u, gate[part], gate[part], one, one, cache, shape)
-            cache.commit(2)
-        found.append(u.tensor())
-    assert torch.equal(*found)
-    with pytest.raises(StateError, match="without a pass"):
-        cache.commit(1)
-    with pytest.raises(StateError, match="the same cache"):
-        ops.gated_delta(x[:1], gate[:1], gate[:1], one, one, cache, shape)
-    long = torch.zeros(20, shape.channels, device=ops.device.place)
-    many = torch.zeros(20, 1, device=ops.device.place)
-    ops.gated_delta(ops.conv_window(long, weight, cache), many, many, one, one, cache, shape)
-    with pytest.raises(StateError, match="20 rows must be committed whole"):
-        cache.commit(3)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from specdec.backends.cuda import weights
 from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
 from specdec.errors import ShapeError, UnsupportedError
-from tests.backends.cuda.kernel_runs import FORMS, weight_of
+from tests.backends.cuda.kernel_runs import weight_of
 
 pytestmark = pytest.mark.interpreter
 
@@ -137,19 +137,6 @@ def test_the_ptx_of_e2m1_and_of_its_scale() -> None:
 
 
 # --- holders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_stack_knows_where_its_experts_are(form: str, device: torch.device) -> None:
-    stack = ExpertStack(tuple(weight_of(form, 8, 32, torch.float32, device, seed) for seed in range(3)))
-    assert stack.shape == (3, 8, 32)
-    assert len(stack) == 3
-    assert stack.aligned
-    assert stack.decode().shape == (3, 8, 32)
-    assert stack.nbytes == sum(expert.nbytes for expert in stack.experts)
-    for row, expert in zip(stack.addresses.tolist(), stack.experts, strict=True):
-        there = [part.data_ptr() for part in weights.parts(expert)]
-        assert row == there + [0] * (3 - len(there))
 
 
 @pytest.mark.sample

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.drafters.heads import eagle, layout, plugin
-from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Layout
-from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded, RecordedTarget
+from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_head_layouts import Config, Tensors, edited, flat, tensor
 from tests.drafters.heads.test_recorded_heads import BOUND, run
 
@@ -97,24 +96,6 @@ def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch
     assert drafts(folder) == wanted
     misread(monkeypatch, evolved(own_head=False))
     assert drafts(folder) != wanted
-
-
-@pytest.mark.parametrize("own", ["embed_tokens.weight", "lm_head.weight"])
-def test_a_matrix_of_the_heads_own_is_not_the_targets(
-    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A head that ships one computes with it: without it, the target's makes other drafts."""
-    name = next(name for name in ("p_eagle", "dspark", "eagle3") if own in HeadFiles.open(str(RECORDED / name)))
-    folder = edited(name, tmp_path / "head", tensor(own, None))
-    shared = RecordedTarget.shared_weights
-    monkeypatch.setattr(
-        RecordedTarget,
-        "shared_weights",
-        lambda self: attrs.evolve(
-            shared(self), embed_tokens=shared(self).embed_tokens.flip(0), lm_head=shared(self).lm_head.flip(0)
-        ),
-    )
-    assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
 
 
 def test_a_head_without_fc_reads_the_state_after_the_final_norm(tmp_path: Path) -> None:
