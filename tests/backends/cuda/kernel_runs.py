@@ -1,4 +1,4 @@
-"""What the tests of kernels share: inputs, caches as kernels see them, poisoned memory, comparisons, mutated kernels.
+"""What the tests of kernels share: inputs, caches as kernels see them, poisoned memory, comparisons.
 
 Nothing here is a test.
 """
@@ -6,11 +6,7 @@ Nothing here is a test.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -202,24 +198,3 @@ def same_for_any_rows(
     for t in alone:
         assert torch.equal(on_poison(x[t : t + 1]), expected[t : t + 1]), f"row {t} alone has other bits"
     return expected
-
-
-# --- orders of programs ----------------------------------------------------------------------------------------------
-
-
-def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:
-    """A copy of a kernel module in which each text is replaced by another."""
-    source = Path(str(module.__file__)).read_text()
-    for old, new in changes:
-        assert old in source, f"nothing to mutate: {old!r}"
-        source = source.replace(old, new)
-    name = f"mutated_{folder.name}_{module.__name__.rpartition('.')[2]}"
-    path = folder / f"{name}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy  # triton looks a kernel's module up by its name
-    spec.loader.exec_module(copy)
-    return copy
