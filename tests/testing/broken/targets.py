@@ -242,12 +242,6 @@ class HeadTransposed(TableModel):
         return attrs.evolve(shared, lm_head=np.ascontiguousarray(shared.lm_head.T))
 
 
-class PaddedVocabulary(TableModel):
-    def shared_weights(self):
-        shared = super().shared_weights()
-        return attrs.evolve(shared, embed_tokens=np.concatenate([shared.embed_tokens, shared.embed_tokens[:3]]))
-
-
 BROKEN = {
     (ForgetsInLongPrompts, ()): "F2",
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): "F3",
