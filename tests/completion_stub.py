@@ -37,11 +37,6 @@ def bfloat16(row: np.ndarray) -> np.ndarray:
     return torch.from_numpy(row).to(torch.bfloat16).double().numpy()
 
 
-def coarse(row: np.ndarray) -> np.ndarray:
-    """A format with steps of 2, for gaps that no rounding explains."""
-    return np.round(row / 2) * 2
-
-
 @attrs.frozen
 class Toy:
     """Continues a prompt greedily, in cycles of ``depth`` drafts.

@@ -6,11 +6,9 @@ The parts have their own tests (``tests/checkpoints``, ``tests/config``); here t
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 import shutil
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -21,17 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
-from specdec.errors import (
-    CheckpointError,
-    ConfigError,
-    PluginError,
-    PromptError,
-    SpecdecError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from specdec.errors import CheckpointError, PromptError, SpecdecError, UnknownNameError, UnsupportedError
 from tests import tiny
-from tests.processes import run_specdec
 
 SHAPE: dict[str, Any] = {
     "hidden": 32,
@@ -266,97 +255,3 @@ def test_a_session_at_its_limit_stays_usable(plan: list[int], lm: Any) -> None:
     assert (again.tokens, again.finish_reason) == ([], "context")
     session.rewind(10)
     assert len(session.generate(max_new_tokens=3, ignore_eos=True).tokens) == 3
-
-
-def test_unknown_names_and_options(folder: pathlib.Path) -> None:
-    for arguments, error, words in [
-        ({"drafter": "mpt"}, UnknownNameError, ["'mpt'", "'mtp'", "ngram"]),
-        ({"verifier": "stricd"}, UnknownNameError, ["'stricd'", "'strict'"]),
-        ({"backend": "cpuu"}, UnknownNameError, ["'cpuu'", "'cpu'"]),
-        ({"drafter": {"name": "ngram", "max_ordr": 3}}, ConfigError, ["max_ordr", "max_order"]),
-        ({"drafter": {"name": "ngram", "max_order": "3"}}, ConfigError, ["max_order", "'3'"]),
-        ({"depth": 99}, ConfigError, ["depth", "99"]),
-        ({"depth": 1.5}, ConfigError, ["depth", "takes an integer, a string or a mapping, got 1.5"]),
-        ({"drafter": 5}, ConfigError, ["drafter", "takes a string or a mapping, got 5"]),
-        ({"drafter": 5, "depth": 1.5}, ConfigError, ["2 arguments of load() cannot be used", "1: ", "2: "]),
-        ({"drafter": {"name": 3}}, ConfigError, ["drafter.name", "takes the name of a plugin, got 3"]),
-        ({"config": {"seed": 1}}, ConfigError, ["config", "takes a RunConfig"]),
-        ({"verifier": "xyzzy"}, UnknownNameError, ["try:", 'verifier.name = "strict"']),
-        ({"dtype": "float15"}, ConfigError, ["dtype", "'float15'"]),
-    ]:
-        with pytest.raises(SpecdecError) as caught:
-            specdec.load(str(folder), **arguments)
-        assert type(caught.value) is error or isinstance(caught.value, error)
-        check(caught.value, *words)
-
-
-def test_a_path_is_a_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="there is no folder"):
-        specdec.load(pathlib.Path("demo"))  # not the embedded model
-
-
-def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
-    """The plugin is named, with its own error; other names go on working."""
-    from specdec.contract import DrafterSpec, VerifierSpec
-    from specdec.hookspecs import hookimpl
-    from specdec.registry import Registry, use_registry
-
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("its own bug")
-
-    class Plugin:
-        @hookimpl
-        def specdec_drafters(self) -> list[DrafterSpec]:
-            return [DrafterSpec(name="broken", factory=broken)]
-
-        @hookimpl
-        def specdec_verifiers(self) -> list[VerifierSpec]:
-            return [VerifierSpec(name="broken", factory=broken)]
-
-    registry = Registry()
-    registry.load()
-    registry.register(Plugin(), "their-plugin")
-    previous = use_registry(registry)
-    try:
-        for arguments, words in [
-            ({"drafter": "broken"}, ["drafter 'broken'", "ZeroDivisionError: its own bug"]),
-            ({"verifier": "broken"}, ["verifier 'broken'", "ZeroDivisionError: its own bug"]),
-        ]:
-            with pytest.raises(PluginError) as caught:
-                specdec.load(str(folder), **arguments)
-            check(caught.value, *words)
-    finally:
-        use_registry(previous)
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_command_line_refuses_and_says_so_in_json(folder: pathlib.Path) -> None:
-    def run(*arguments: str, status: int = 2) -> subprocess.CompletedProcess[str]:
-        return run_specdec(*arguments, status=status, env={"SPECDEC_CPU_KERNELS": "torch"})
-
-    usual = ("generate", "-m", str(folder))
-    done = run(*usual, "-p", "the", "-n", "5", "--ignore-eos", "--json", status=0)
-    assert len(json.loads(done.stdout)["tokens"]) == 5  # the way to the errors below is the way that works
-    done = run(*usual, "-p", "the", "-n", "0", "--json")
-    assert json.loads(done.stdout)["error"]["type"] == "ConfigError"
-    CHECKPOINTS["cut"][0](folder)
-    for arguments, words in (
-        (("-p", "the"), "CheckpointError: model.safetensors is truncated"),
-        (("-p", "the", "-s", "drafter.nmae=ngram"), "nmae"),
-    ):
-        done = run(*usual, *arguments)
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
-
-
-@pytest.mark.parametrize("other", [None, 5, "demo"])
-def test_a_session_of_no_language_model(other: Any) -> None:
-    with pytest.raises(ConfigError, match=r"a session takes a language model, got .*\n.*specdec\.load"):
-        specdec.Session(other)
-    with pytest.raises(ConfigError, match="a stream takes a language model, got"):
-        specdec.Stream(other, *[None] * 4)  # type: ignore[arg-type]

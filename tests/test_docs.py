@@ -30,18 +30,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import attrs
-import click
 import drawings
 import module_map
 import pytest
-import specdec_reference
 from click.testing import CliRunner
 
 import specdec
 from specdec import errors, hookspecs
 from specdec.cli import main
-from specdec.config import PLUGIN_TABLES, Choice, FieldError, GenerationConfig, RunConfig, TargetConfig, load_config
-from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
+from specdec.config import FieldError, load_config
+from specdec.registry import Registry, use_registry
 from tests.processes import HUNG, run_python
 from tests.selection import cases
 
@@ -290,46 +288,6 @@ def test_the_list_of_modules_has_every_module():
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def rows(page: pathlib.Path, heading: str) -> dict[str, str]:
-    """The first two cells of the table under a heading: ``{"model": '"demo"'}``."""
-    text = page.read_text(encoding="utf-8")
-    _, found, section = text.partition(f"\n## {heading}\n")
-    assert found, f"{page.name} has no heading {heading!r}"
-    section = section.partition("\n## ")[0]
-    cells = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", section, re.MULTILINE)
-    return {key: value.strip().strip("`") for key, value in cells}
-
-
-def as_toml(value: object) -> str:
-    """A default as the reference writes it."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        return str(list(value))
-    return repr(dict(value)) if isinstance(value, dict) else repr(value)
-
-
-@pytest.mark.parametrize(("heading", "section"), [("`[target]`", TargetConfig), ("`[generation]`", GenerationConfig)])
-def test_the_reference_lists_every_key_with_its_default(heading, section):
-    made = section()
-    known = {f.name: as_toml(getattr(made, f.name)) for f in attrs.fields(section) if f.name != "source"}
-    assert rows(REFERENCE / "configuration.md", heading) == known
-
-
-def test_the_reference_lists_the_plugin_tables():
-    config = RunConfig()
-    known: dict[str, str] = {}
-    for table in PLUGIN_TABLES:
-        choice: Choice = getattr(config, table)
-        known |= {f"{table}.name": as_toml(choice.name)}
-        known |= {f"{table}.{key}": as_toml(value) for key, value in choice.options.items()}
-    assert rows(REFERENCE / "configuration.md", "`[drafter]`, `[verifier]`, `[depth]`") == known
-
-
 def test_the_reference_describes_every_hook():
     text = (REFERENCE / "hooks.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## `(\w+)\(([^)]*)\)`$", text, re.MULTILINE)
@@ -358,29 +316,6 @@ def test_the_reference_of_the_python_api_has_every_public_name():
     listed = {name.rpartition(".")[2] for name in re.findall(r"auto(?:class|function):: (\S+)", text)}
     covered = listed | {"SpecdecError", "hookimpl", "__version__"}  # in the errors' module; a marker; a string
     assert set(specdec.__all__) - covered == set()
-
-
-def test_the_page_on_the_command_line_has_every_command_and_option():
-    page = specdec_reference.cli_markdown()
-    for name, command in main.commands.items():
-        assert f"\n## specdec {name}\n" in page
-        for parameter in command.params:
-            if isinstance(parameter, click.Option) and not parameter.hidden:
-                assert all(f"{option}" in page for option in parameter.opts)
-
-
-def test_the_page_on_plugins_has_every_built_in():
-    page = specdec_reference.plugins_markdown()
-    for entry in Registry(BUILT_INS, entry_points=()).entries():
-        assert f"| `{entry.spec.name}` |" in page
-    assert all(f"\n## {kind.value}\n" in f"\n{page}" for kind in Kind)
-    assert set(KINDS) == set(Kind)
-
-
-def test_the_documentation_names_commands_that_exist():
-    for page in PAGES:
-        named = re.findall(r"`specdec (\w+)", page.read_text(encoding="utf-8"))
-        assert set(named) <= {*main.commands, "COMMAND"}, page.name
 
 
 def test_getting_started_shows_the_output_of_a_real_run():

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import json
 import pathlib
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
-from specdec.contract import Context, CycleRecord, DrafterEnv, NoConfig, ProcessorEnv, Sampling, Stats
+from specdec.contract import Context, DrafterEnv, NoConfig, Sampling
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import LiveSequence
 from specdec.drafters.none import NoDrafter
-from specdec.errors import CheckpointError, ConfigError, ContractError, UnsupportedError
+from specdec.errors import ConfigError
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import TableModel, check_plugin, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
@@ -88,19 +84,6 @@ def test_the_drafter_repeats_what_it_saw():
     assert drafter.propose(Context([7, 8]), 0).tokens == ()
 
 
-@given(seed=st.integers(0, 50))
-def test_the_verifier_keeps_the_k_best_and_counts_what_deviates(seed):
-    registry = Registry((), entry_points=())
-    target = TableModel.random(5, order=2, seed=seed, peak=0.3)
-    plain, _ = generate(registry, seed=seed)
-    assert generate(registry, drafter=echo, verifier=top(1), seed=seed)[0] == plain  # rank 1 is plain greedy decoding
-    tokens, stats = generate(registry, drafter=echo, verifier=top(2), seed=seed)
-    ranks = [int((target.logits(tokens[:i]) > target.logits(tokens[:i])[tokens[i]]).sum()) for i in range(2, LENGTH)]
-    assert max(ranks) <= 1
-    assert stats.deviation.count >= sum(ranks)  # the last block may go beyond LENGTH
-    assert (stats.deviation.count > 0) == (stats.deviation.largest_gap > 0)
-
-
 def test_the_backend_generates_what_the_cpu_backend_does():
     """With drafts and without."""
     import specdec
@@ -114,13 +97,6 @@ def test_the_backend_generates_what_the_cpu_backend_does():
     assert drafted.guarantee == "exact"
     assert sum(drafted.stats.accepted) > 0
     assert all(other.tokens == drafted.tokens for other in others)
-
-
-def test_the_backend_lacks_what_families_with_experts_need():
-    from first_backend import NumpyOps
-
-    with pytest.raises(UnsupportedError, match="NumpyOps has no moe"):
-        NumpyOps().moe(None, None, None, None)
 
 
 def test_the_target_needs_no_checkpoint(tmp_path):
@@ -144,84 +120,12 @@ def test_the_target_needs_no_checkpoint(tmp_path):
     assert check_plugin("markov", effort="sample").raise_for_failures().outcomes
 
 
-def test_a_target_whose_tokenizer_does_not_fit_is_refused(registry):
-    import first_target
-
-    import specdec
-
-    class Wrong:
-        changes = {}
-
-        @specdec.hookimpl
-        def specdec_forward_pass(self, target_config):
-            made = first_target.Markov(first_target.TEXT)
-            for name, value in self.changes.items():
-                setattr(made, name, value)
-            return made if target_config.backend == "wrong" else None
-
-    registry.register(Wrong(), "wrong")
-    small = first_target.Markov("ab").info
-    for changes, words in (
-        ({"tokenizer": object()}, "has a tokenizer of type object"),
-        ({"info": small}, "has 2 tokens, its tokenizer 16"),
-    ):
-        Wrong.changes = changes
-        with pytest.raises(ContractError, match=words):
-            specdec.load(backend="wrong")
-    Wrong.changes = {"tokenizer": None}
-    with pytest.raises(CheckpointError, match="no such folder|no folder"):
-        specdec.load("./nowhere", backend="wrong")
-
-
-def test_the_observer_writes_a_line_per_cycle(registry, tmp_path, monkeypatch):
-    generate(registry, drafter=echo)  # nothing is written before somebody says where
-    monkeypatch.setenv("SPECDEC_CYCLE_LOG", str(tmp_path / "cycles.jsonl"))
-    _, stats = generate(registry, drafter=echo)
-    lines = [json.loads(line) for line in (tmp_path / "cycles.jsonl").read_text().splitlines()]
-    assert len(lines) == stats.cycles
-    assert sum(line["accepted"] for line in lines) == sum(stats.accepted)
-    assert [line["emitted"] for line in lines] == [line["accepted"] + 1 for line in lines]
-    assert lines[0]["position"] == 2
-
-
 @pytest.mark.parametrize(("table", "option"), [("drafter", "period"), ("verifier", "k"), ("depth", "deepest")])
 def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
     name = {"drafter": "echo", "verifier": "top", "depth": "streak"}[table]
     choice = getattr(load_config(None, [f"{table}.name={name}", f"{table}.{option}=0"]), table)
     with pytest.raises(ConfigError, match=rf"{table}\.{option}"):
         structure_choice(choice, getattr(registry, {"depth": "depth_policy"}.get(table, table))(name).config, table)
-
-
-def test_the_policy_pauses_and_says_why():
-    from first_depth_policy import PATIENCE, PAUSE, StreakConfig, StreakPolicy
-
-    policy, stats = StreakPolicy(StreakConfig(deepest=3)), Stats()
-    asked = []
-    for number in range(3 + PATIENCE + PAUSE + 1):
-        asked.append(policy.next_depth(stats))
-        assert bool(policy.reason) == (asked[-1] == 0)
-        policy.record(CycleRecord(1, asked[-1], asked[-1], asked[-1] if number < 3 else 0, (1,), 0.0, 0.0, 0.0))
-    assert asked == [1, 2, 3, 3, 1, 1, 1, *[0] * PAUSE, 1]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4))
-def test_the_processor_forbids_what_would_repeat_a_run(history, draft, length):
-    """``process`` against the definition, and ``legal`` against ``process``."""
-    from first_logits_processor import OnceConfig, OnceProcessor
-
-    made = OnceProcessor(
-        OnceConfig(size=length), ProcessorEnv(tokenizer=None, vocab_size=5, end_tokens=(), generated_from=1)
-    )
-
-    def allowed(tokens):
-        return np.isfinite(made.process(np.zeros(5, np.float32), tokens))
-
-    runs = {tuple(history[at : at + length]) for at in range(len(history) - length + 1)}
-    for token in range(5):
-        repeats = len(history) >= length - 1 and (*history[len(history) - length + 1 :], token) in runs
-        assert allowed(history)[token] == (not repeats)
-    wanted = next((k for k, token in enumerate(draft) if not allowed([*history, *draft[:k]])[token]), len(draft))
-    assert made.legal(draft, history) == wanted
 
 
 # --- what the tutorials say about the kit -----------------------------------------------------------------------------

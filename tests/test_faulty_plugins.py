@@ -28,7 +28,6 @@ from specdec.contract import (
     DrafterSpec,
     ForwardOutput,
     LogitsProcessor,
-    ModelSpec,
     ProcessorSpec,
     Verdict,
     VerifierSpec,
@@ -417,15 +416,3 @@ def test_logits_that_are_not_finite_end_the_generation(markov: Any, monkeypatch:
     for settings in ({}, {"temperature": 1.0}, {"repetition_penalty": 1.2}):
         with pytest.raises(SpecdecError, match="finite|outside the vocabulary"):
             markov.generate("the dog sat on", max_new_tokens=4, **settings)
-
-
-def test_a_family_that_fails_is_named(install: Callable[[Any], None], tmp_path: Path) -> None:
-    class Plugin:
-        @hookimpl
-        def specdec_models(self) -> list[ModelSpec]:
-            return [ModelSpec(name="faulty", model_types=("faulty",), parse=boom, build=boom)]
-
-    install(Plugin())
-    (tmp_path / "config.json").write_text('{"model_type": "faulty"}')
-    with pytest.raises(PluginError, match="the model family 'faulty' failed in parse: OSError: no licence"):
-        specdec.inspect_checkpoint(tmp_path)

@@ -305,90 +305,45 @@ def write_qwen3(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     return write_llama(folder, model_type="qwen3", **{"kv_heads": 1, **settings})
 
 
-def shape(**sizes: Any) -> dict[str, Any]:
-    """Settings of a writer."""
-    return sizes
+def shape(numbers: str = "", **others: Any) -> dict[str, Any]:
+    """Settings of a writer: ``shape("hidden=40 rotary_factor=0.5", tied=False)``."""
+    pairs = (pair.split("=") for pair in numbers.split())
+    return {name: json.loads(value) for name, value in pairs} | others
 
 
 # Odd on purpose: Hv/Hk of 1, 2 and 3, GQA of 1 to 4, tied and untied, nothing a power of two for long. 128-wide heads
 # are what the real models have.
 QWEN3_5_SHAPES: dict[str, dict[str, Any]] = {
     "r1-gqa4-tied": shape(
-        hidden=48, heads=4, kv_heads=1, key_heads=3, value_heads=3, key_dim=20, value_dim=12, intermediate=76
+        "hidden=48 heads=4 kv_heads=1 key_heads=3 value_heads=3 key_dim=20 value_dim=12 intermediate=76"
     ),
     "r2-gqa1-untied": shape(
-        hidden=40,
-        heads=3,
-        kv_heads=3,
-        head_dim=24,
-        key_heads=2,
-        value_heads=4,
-        key_dim=12,
-        value_dim=20,
-        intermediate=72,
-        vocab=301,
+        "hidden=40 heads=3 kv_heads=3 head_dim=24 "
+        "key_heads=2 value_heads=4 key_dim=12 value_dim=20 intermediate=72 vocab=301",
         tied=False,
     ),
     "r3-gqa3-untied": shape(
-        hidden=60,
-        heads=6,
-        kv_heads=2,
-        head_dim=20,
-        rotary_factor=0.5,
-        key_heads=1,
-        value_heads=3,
-        key_dim=8,
-        value_dim=28,
-        intermediate=68,
+        "hidden=60 heads=6 kv_heads=2 head_dim=20 rotary_factor=0.5 "
+        "key_heads=1 value_heads=3 key_dim=8 value_dim=28 intermediate=68",
         tied=False,
     ),
     "r3-wide-heads": shape(
-        hidden=36,
-        heads=2,
-        kv_heads=1,
-        head_dim=40,
-        key_heads=2,
-        value_heads=6,
-        key_dim=24,
-        value_dim=18,
-        intermediate=52,
-        vocab=269,
-        theta=1e7,
+        "hidden=36 heads=2 kv_heads=1 head_dim=40 "
+        "key_heads=2 value_heads=6 key_dim=24 value_dim=18 intermediate=52 vocab=269 theta=1e7"
     ),
     "real-heads": shape(
-        hidden=72,
-        layers=2,
-        heads=1,
-        kv_heads=1,
-        head_dim=256,
-        key_heads=1,
-        value_heads=2,
-        key_dim=128,
-        value_dim=128,
-        intermediate=100,
+        "hidden=72 layers=2 heads=1 kv_heads=1 head_dim=256 "
+        "key_heads=1 value_heads=2 key_dim=128 value_dim=128 intermediate=100 theta=1e7",
         tied=False,
         layer_types=["linear_attention", "full_attention"],
-        theta=1e7,
     ),
     "mixed-layers": shape(
-        hidden=44,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        rotary_factor=1.0,
-        key_heads=2,
-        value_heads=2,
-        kernel=3,
+        "hidden=44 heads=4 kv_heads=2 head_dim=16 rotary_factor=1.0 key_heads=2 value_heads=2 kernel=3 shards=3",
         vl=True,
-        shards=3,
         layer_types=["full_attention", "linear_attention", "full_attention"],
     ),
     "attention-only": shape(
-        hidden=52,
-        heads=4,
-        kv_heads=1,
-        head_dim=12,
-        rotary_factor=0.5,
+        "hidden=52 heads=4 kv_heads=1 head_dim=12 rotary_factor=0.5",
         layer_types=["full_attention", "full_attention"],
         mtp_lm_head=True,
     ),

@@ -316,27 +316,15 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5_moe": {
         "fused-head-apart": {"mtp_layout": "apart"},
         "apart-head-fused": shape(
+            "hidden=36 heads=3 kv_heads=3 key_heads=1 value_heads=3 key_dim=8 value_dim=10 top_k=3",
             layouts=("apart",),
             mtp_layout="fused",
-            hidden=36,
-            heads=3,
-            kv_heads=3,
-            key_heads=1,
-            value_heads=3,
-            key_dim=8,
-            value_dim=10,
-            top_k=3,
             tied=True,
         ),
         "mixed-layouts": shape(
+            "experts=11 top_k=4 inner=14 shared=18 rotary_factor=0.5 shards=3",
             layouts=("fused", "apart"),
             layer_types=["linear_attention"] * 2 + ["full_attention"],
-            experts=11,
-            top_k=4,
-            inner=14,
-            shared=18,
-            rotary_factor=0.5,
-            shards=3,
         ),
         "one-expert-each": {"experts": 5, "top_k": 1, "layer_types": ["full_attention", "full_attention"]},
         "all-experts": {"experts": 3, "top_k": 3, "hidden": 52, "head_dim": 20, "rotary_factor": 0.5},
@@ -345,58 +333,44 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "r2": {},
         "r1": {"key_heads": 3, "value_heads": 3, "key_dim": 20, "value_dim": 12, "hidden": 48, "tied": True},
         "r3-fused": shape(
-            key_heads=2,
-            value_heads=6,
-            key_dim=8,
-            value_dim=10,
+            "key_heads=2 value_heads=6 key_dim=8 value_dim=10 experts=9 top_k=4 kernel=3 heads=6 kv_heads=2",
             layouts=("fused",),
-            experts=9,
-            top_k=4,
-            kernel=3,
-            heads=6,
-            kv_heads=2,
         ),
     },
     "llama": {
         "plain": {"theta": 5e5},
-        "llama3-rope": {
-            "head_dim": 20,
-            "tied": False,
-            "theta": 5e5,
-            "rope_scaling": {
+        "llama3-rope": shape(
+            "head_dim=20 theta=5e5",
+            tied=False,
+            rope_scaling={
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64,
             },
-        },
-        "llama3-short": {
-            "hidden": 36,
-            "heads": 3,
-            "kv_heads": 1,
-            "head_dim": 16,
-            "theta": 1e4,
-            "shards": 2,
-            "rope_scaling": {
+        ),
+        "llama3-short": shape(
+            "hidden=36 heads=3 kv_heads=1 head_dim=16 theta=1e4 shards=2",
+            rope_scaling={
                 "rope_type": "llama3",
                 "factor": 4.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 2.0,
                 "original_max_position_embeddings": 30,
             },
-        },
+        ),
     },
     "qwen2": {
         "gqa2": {},
         "gqa7-untied": {"hidden": 56, "heads": 7, "kv_heads": 1, "head_dim": 8, "tied": False, "vocab": 283},
         "yarn": shape(
-            hidden=48, heads=3, kv_heads=1, head_dim=16, max_positions=128, rope_scaling=yarn(32, 4.0, beta_fast=8)
+            "hidden=48 heads=3 kv_heads=1 head_dim=16 max_positions=128", rope_scaling=yarn(32, 4.0, beta_fast=8)
         ),
     },
     "gemma3": {
         "patterned": shape(
-            layers=4,
+            "layers=4",
             keys={
                 "sliding_window": 7,
                 "sliding_window_pattern": 3,
@@ -406,10 +380,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "as-converted": shape(layers=7, theta=1e6, keys={"sliding_window": 5, "query_pre_attn_scalar": 12}),
         "typed": shape(
-            head_dim=20,
-            heads=3,
-            kv_heads=1,
-            hidden=36,
+            "head_dim=20 heads=3 kv_heads=1 hidden=36",
             keys={
                 "layer_types": ["full_attention", "sliding_attention"],
                 "sliding_window": 40,
@@ -433,9 +404,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "phi3": {
         "window": shape(tied=False, keys={"sliding_window": 17}),
         "longrope": shape(
+            "hidden=64 head_dim=16",
             tied=False,
-            hidden=64,
-            head_dim=16,
             keys={
                 "original_max_position_embeddings": 128,
                 "rope_scaling": {
@@ -456,46 +426,28 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "glm4_moe": {
         "air": {},
         "qk-norm": shape(
+            "layers=3 dense_layers=2 scale=2.5 heads=6 kv_heads=1",
             normed=True,
-            layers=3,
-            dense_layers=2,
-            scale=2.5,
             layouts=("fused",),
             mtp_lm_head=True,
             mtp_embed=True,
-            heads=6,
-            kv_heads=1,
         ),
         "no-bias-groups": shape(
-            bias=False, groups=4, kept_groups=2, shared=2, mtp_layout="fused", head_dim=20, shards=2, mtp=2
+            "groups=4 kept_groups=2 shared=2 head_dim=20 shards=2 mtp=2", bias=False, mtp_layout="fused"
         ),
     },
     "deepseek_v3": {
         "yarn-groups": {"groups": 4, "kept_groups": 2, "rope_scaling": _DEEPSEEK_YARN, "max_positions": 192},
         "no-q-lora": shape(
-            q_lora=0,
-            dense_layers=0,
-            experts=6,
-            top_k=2,
-            shared=2,
+            "q_lora=0 dense_layers=0 experts=6 top_k=2 shared=2 value=10 nope=14",
             layouts=("fused",),
             mtp_embed=True,
             mtp_lm_head=True,
-            value=10,
-            nope=14,
         ),
         "all-sparse-mixed": shape(
-            dense_layers=0,
-            layers=3,
+            "dense_layers=0 layers=3 groups=2 kept_groups=1 heads=3 rope=12 kv_lora=28 theta=5e3 mtp=3",
             layouts=("apart", "fused"),
             mtp_layout="fused",
-            groups=2,
-            kept_groups=1,
-            heads=3,
-            rope=12,
-            kv_lora=28,
-            theta=5e3,
-            mtp=3,
             mtp_embed=True,
             mtp_lm_head=True,
         ),

@@ -6,6 +6,7 @@ A *room* is what a reader sees at the top of ``specdec/``: a folder, or a module
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -59,6 +60,7 @@ def modules(package: pathlib.Path = PACKAGE) -> dict[str, pathlib.Path]:
     return found
 
 
+@functools.cache
 def imports(package: pathlib.Path = PACKAGE) -> list[Import]:
     """Every import of one of the package's modules by another, in the order of the files."""
     known = modules(package)

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
-from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError, UnsupportedError
 from tests import tiny
@@ -107,16 +105,6 @@ def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family: str, tmp
     assert report.missing == []
 
 
-def test_a_config_that_counts_no_head_does_not_hide_one_that_is_named(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model")
-    wanted = drafts(loaded(folder, drafter="mtp"))
-    _, head = split(folder)
-    tiny.edit_config(folder, mtp_num_hidden_layers=0)
-    assert loaded(folder).info.mtp_layers == 0
-    save_file(head, folder / "mtp.safetensors")
-    assert drafts(loaded(folder, drafter="mtp")) == wanted
-
-
 def broken(name: str, folder: Path) -> Mapping[str, torch.Tensor]:
     """An ``mtp.safetensors`` that cannot be used."""
     _, head = split(folder)
@@ -161,17 +149,6 @@ def test_an_unusable_head_says_why_and_costs_nothing_else(name: str, tmp_path: P
     assert REASONS[name] in str(caught.value)
 
 
-def test_damage_to_the_listed_head_costs_only_the_head(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model")
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["mtp.fc.weight"]
-    save_file(tensors, file)
-    lm = loaded(folder)
-    assert any("mtp.fc.weight [48, 96] is missing" in notice for notice in lm.notices)
-    assert lm.drafter.spec.name == "ngram"
-
-
 def test_the_vocabulary_of_another_model_is_refused_with_both_figures(tmp_path: Path) -> None:
     folder, other = written(tmp_path / "model"), written(tmp_path / "other", vocab=300)
     with pytest.raises(CheckpointError, match="its vocab_size is 300, this model's is 277"):
@@ -207,31 +184,6 @@ def test_a_path_that_is_nothing_and_a_family_without_heads(tmp_path: Path) -> No
         loaded(folder, tmp_path / "empty")
     with pytest.raises(CheckpointError, match="the family 'qwen3' has no MTP head"):
         loaded(written(tmp_path / "qwen3", "qwen3"), folder)
-
-
-def test_the_command_line_takes_a_head(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model")
-    _, head = split(folder)
-    file = tmp_path / "head.safetensors"
-    save_file(head, file)
-    shown = CliRunner().invoke(main, ["info", str(folder), "--mtp", str(file), "--json"])
-    assert json.loads(shown.stdout)["mtp"] == f"1 layer, shares the main head, from {file}"
-    refused = CliRunner().invoke(
-        main, ["generate", "-m", str(folder), "-p", "x", "-s", "drafter.name=mtp"], catch_exceptions=False
-    )
-    assert refused.exit_code == 2
-    assert "target.mtp" in " ".join(refused.stderr.split())
-
-
-def test_own_embeddings_are_described(tmp_path: Path) -> None:
-    wanted = {"own embedding, own head": {"tied": True}, "own embedding, shares the main head": {"tied": False}}
-    for words, shape in wanted.items():
-        folder = written(tmp_path / words[-10:], mtp_embeddings=True, **shape)
-        assert specdec.inspect_checkpoint(str(folder)).mtp == f"1 layer, {words}"
-    _, head = split(folder)
-    del head["mtp.embed_tokens.weight"]
-    save_file(head, folder / "mtp.safetensors")
-    assert any("mtp.embed_tokens.weight [277, 48] is missing" in notice for notice in loaded(folder).notices)
 
 
 @pytest.mark.parametrize("sections", [[11, 11, 10], [1, 0, 0], [2, 1, 1], [-1, 3, 0], "2", [2.0]])

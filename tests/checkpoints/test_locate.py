@@ -27,16 +27,6 @@ def refusal(model: str, **options: Any) -> CheckpointError:
     return caught.value
 
 
-def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folder_of(tmp_path / "org" / "model", "config.json")
-    assert locate(str(folder)) == folder
-    monkeypatch.chdir(tmp_path)
-    assert locate("org/model") == Path("org/model")  # an existing folder, not a hub id
-    assert locate("./org/model").samefile(folder)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert locate("~/org/model") == folder
-
-
 def test_demo_is_the_embedded_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "files", lambda _: tmp_path)
     assert "not part of this installation" in str(refusal("demo"))

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
-from specdec.checkpoints import names as tensor_names
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import SpecdecError
 from tests import tiny
@@ -110,71 +109,6 @@ def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path: Path) -> Non
         drafted(lm, served)
 
 
-def test_a_saved_session_fits_only_the_states_that_its_head_was_fed_with(tmp_path: Path) -> None:
-    """The head's cache is made of them: loaded with others it would draft from a mixture of both."""
-    model = written(tmp_path / "model")
-    head = {"mtp": str(converted(model, tmp_path / "head"))}
-    cases: list[tuple[dict[str, str], str, bool]] = [
-        ({}, "normed", True),
-        ({}, "residual", False),
-        (head, "residual", True),
-        (head, "normed", False),
-    ]
-    for number, (saved, states, fits) in enumerate(cases):
-        session = loaded(model, **saved).session()
-        session.generate(list(range(1, 24)), max_new_tokens=4, ignore_eos=True)
-        session.save(tmp_path / str(number))
-        other = loaded(model, **saved, mtp_states=states).session()
-        if fits:
-            other.load(tmp_path / str(number))
-            assert other.tokens == session.tokens
-        else:
-            with pytest.raises(SpecdecError, match=f"saved with another model: .*, this one has '.*-{states}'"):
-                other.load(tmp_path / str(number))
-
-
-def test_a_model_with_several_mtp_layers_runs_without_its_head_as_the_refusal_says(tmp_path: Path) -> None:
-    """The way out that the error names is one: the extra layers are then weights that nothing uses."""
-    for family, key in (("qwen3_5", "mtp_num_hidden_layers"), ("deepseek_v3", "num_nextn_predict_layers")):
-        folder = written(tmp_path / family, family)
-        tiny.edit_config(folder, **{key: 9})
-        with pytest.raises(SpecdecError, match=f"'{key}' is 9, and this family has at most") as refused:
-            specdec.load(str(folder))
-        assert f"{key} = 0" in refused.value.facts["try"]
-        tiny.edit_config(folder, **{key: 0})
-        lm = specdec.load(str(folder), drafter="ngram", dtype="float32")
-        assert lm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, ignore_eos=True).stats.offered
-
-
-@pytest.mark.parametrize("swapped", [("input_proj.", "input_proj."), ("hidden_layernorm.", "token_layernorm.")])
-def test_a_name_that_is_read_wrongly_changes_drafts_or_is_refused(
-    swapped: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = written(tmp_path / "model")
-    head = converted(model, tmp_path / "head")
-    one, other = swapped
-    names = dict(tensor_names._SPECULATORS)
-    names[one], names[other] = (names[other], names[one]) if one != other else ("mtp.layers.0.input_proj.",) * 2
-    monkeypatch.setattr(tensor_names, "_SPECULATORS", names)
-    with pytest.raises((AssertionError, SpecdecError)):
-        drafted(loaded(model, mtp=str(head)), MtpOracle(model, "prenorm_hidden"))
-
-
-def test_output_and_sessions_are_those_of_plain_decoding(tmp_path: Path) -> None:
-    model = written(tmp_path / "model")
-    head = converted(model, tmp_path / "head")
-    prompt = list(range(3, 40))
-    for sampling in ({}, {"temperature": 0.9, "seed": 3}):
-        plain = specdec.load(config=RunConfig(target=TargetConfig(model=str(model), dtype="float32")), drafter="none")
-        wanted = plain.generate(prompt, max_new_tokens=20, ignore_eos=True, **sampling).tokens
-        session = loaded(model, mtp=str(head)).session()
-        first = session.generate(prompt, max_new_tokens=9, ignore_eos=True, **sampling)
-        assert first.stats.offered[0] > 0
-        rest = session.generate(max_new_tokens=11, ignore_eos=True, **sampling).tokens
-        assert [*first.tokens, *rest] == list(wanted)
-        assert first.tokens == wanted[:9]
-
-
 def key(**keys: Any) -> Edit:
     return lambda config, head: config.update(keys)
 
@@ -212,13 +146,3 @@ def test_states_for_a_head_that_is_not_there_are_refused(tmp_path: Path) -> None
     config = RunConfig(target=TargetConfig(model=str(model), mtp_states="residual"))
     with pytest.raises(SpecdecError, match="has no MTP head"):
         specdec.load(config=config, drafter="none")
-
-
-def test_info_names_the_way_to_use_such_a_head(tmp_path: Path) -> None:
-    head = converted(written(tmp_path / "model"), tmp_path / "head")
-    with pytest.raises(SpecdecError, match="read with its target") as refused:
-        specdec.inspect_checkpoint(head)
-    assert "target.mtp" in refused.value.facts["try"]
-    report = specdec.inspect_checkpoint(tmp_path / "model", mtp=str(head))
-    assert str(head) in report.mtp
-    assert report.missing == report.unused == report.problems == []

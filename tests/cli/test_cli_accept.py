@@ -131,15 +131,6 @@ def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_configuration_file_gives_model_drafter_and_length(accept, tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text('[drafter]\nname = "ngram"\n[depth]\nname = "fixed"\ndepth = 1\n[generation]\nmax_new_tokens = 7\n')
-    told = json.loads(accept(file, "--classes", "code", "--per-class", "1", "--depth", "3", "--json").stdout)
-    assert (told["drafter"], told["max_new_tokens"], told["depth"]) == ("ngram", 7, 3)
-    shorter = json.loads(accept("--classes", "code", "--per-class", "1", "--json").stdout)
-    assert (shorter["drafter"], shorter["max_new_tokens"], shorter["depth"]) == ("mtp", 48, 4)
-
-
 def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
     trace = tmp_path / "trace.jsonl"
     for prompt in ("def f(x):", "Once upon a time"):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import attrs
 import pytest
 
 import specdec
-from specdec.cli.chat import ANSWER_TOKENS, Chat
 from specdec.decoding.conversation import Conversation
 from specdec.errors import PluginError, PromptError, SessionFileError, StateError
 from specdec.registry import BUILT_INS, Registry
 from specdec.text import ChatTemplate
-from tests.processes import HUNG
 
 STRIPPING = """\
 {%- for m in messages -%}
@@ -162,18 +158,6 @@ def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
     talk.ask("Two", max_new_tokens=5).drain()
 
 
-def test_an_answer_that_was_not_read_to_its_end_is_kept(demo):
-    talk = Conversation(demo)
-    answer = talk.ask("Hello", ignore_eos=True, max_new_tokens=500)
-    said = next(answer)
-    following = talk.ask("And?", max_new_tokens=10).result  # ends the answer first
-    assert answer.result.finish_reason == "interrupted"
-    assert answer.result.text.startswith(said)
-    assert talk.messages[1]["content"].strip().endswith(answer.result.text.strip()[-5:])
-    assert following.prompt[: answer.result.prompt_tokens] == answer.result.prompt
-    assert following.tokens == plain(demo, following.prompt, 10)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_an_exception_in_a_pass_leaves_a_conversation_that_goes_on(error, demo, monkeypatch):
     """The second Ctrl-C keeps what was said; a bug's exception forgets the turn."""
@@ -306,23 +290,6 @@ def test_commands(chat, story, tmp_path, monkeypatch):
     assert "Traceback" not in told
 
 
-def test_a_saved_conversation_goes_on(chat, tmp_path):
-    chat(f"One\nTwo\n/save {tmp_path / 'c'}\n", "-n", "8")
-    resumed = chat("Three\n", "--load", str(tmp_path / "c"), "-n", "8")
-    assert resumed.exit_code == 0
-    assert chat("One\nTwo\nThree\n", "-n", "8").stdout.endswith(resumed.stdout)
-
-
-def test_an_answer_is_longer_than_a_continuation_unless_somebody_says_so(chat, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(Chat, "run", lambda self: seen.append(self._config.generation.max_new_tokens))
-    config = tmp_path / "run.toml"
-    config.write_text("[generation]\nmax_new_tokens = 128\n")
-    for args in ([], [config], ["-n", "7"], ["-s", "generation.max_new_tokens=128"]):
-        assert chat("", *args).exit_code == 0
-    assert seen == [ANSWER_TOKENS, 128, 7, 128]
-
-
 def test_system_message_and_template_variables(chat, demo):
     """And a message of two lines, and one that begins with a slash."""
     options = ("-n", "6", "--system", "Be brief.", "--template", "enable_thinking=false")
@@ -351,29 +318,3 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
     assert done.stderr.count("(stopped; the answer so far is kept)") == 1
     assert "(cut after 300 tokens" in done.stderr
     assert "turns        2" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_real_process_with_pipes():
-    """Answers come while the input is still open; a stray byte ends nothing; the end of the input does."""
-    env = {**os.environ, "PYTHONUTF8": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "specdec", "chat", "-n", "20"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-    ) as process:
-        process.stdin.write(b"Hello \xff\n")
-        process.stdin.flush()
-        first = b""
-        while not first.strip() and (piece := os.read(process.stdout.fileno(), 4096)):
-            first += piece
-        assert first.strip()
-        process.stdin.write(b"/stats\n")
-        process.stdin.close()
-        process.stdin = None
-        _, errors = process.communicate(timeout=HUNG)
-    assert process.returncode == 0
-    assert b"turns" in errors
-    assert b"Traceback" not in errors

@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-
 import pytest
 from click.shell_completion import BashComplete
 
 from specdec.cli import main
 from specdec.cli.chat import _line_editor
-
-TWO_MEANINGS = {"--run", "--depth"}
-"""audit reads a file and serve starts vLLM; accept measures one depth, where others take a policy too."""
-
-
-def options():
-    """Command, names and parameter of every option."""
-    for command in main.commands.values():
-        for one in command.params:
-            if one.opts[0].startswith("-"):
-                yield command.name, one
-
-
-def test_an_option_has_one_name_everywhere():
-    """And a name one meaning, but for those whose help says otherwise."""
-    names, meanings = collections.defaultdict(set), collections.defaultdict(set)
-    for _, option in options():
-        if option.name != "as_json":
-            names[option.name].add(tuple(sorted(option.opts)))
-        for name in option.opts:
-            meanings[name].add((option.name, option.multiple))
-    assert {name: found for name, found in names.items() if len(found) > 1} == {}
-    assert {name for name, found in meanings.items() if len(found) > 1} == TWO_MEANINGS
-    assert all(sum(name.startswith("--") for name in option.opts) == 1 for _, option in options())
-
-
-@pytest.mark.parametrize("command", sorted(main.commands))
-def test_verbose_says_something_on_every_command(invoke, no_load, command):
-    """Even if the command then fails."""
-    assert "[info]" not in invoke(command, "--no-such-option").stderr
-    assert "[info] specdec version=" in invoke("-v", command, "--no-such-option").stderr
-    assert "[debug] arguments" in invoke("-vv", command, "--no-such-option").stderr
 
 
 @pytest.mark.parametrize(

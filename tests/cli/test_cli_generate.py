@@ -57,27 +57,6 @@ def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke,
     assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, None)
 
 
-def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models, tmp_path):
-    for args in (
-        ["some/model", "--drafter", "ngram", "--verifier", "margin", "--depth", "3"],
-        ["-m", "some/model", "-s", "drafter=ngram", "-s", "verifier=margin", "-s", "depth=3"],
-    ):
-        assert invoke("generate", *args, "--prompt", "x").exit_code == 0
-        config = models[-1].config
-        assert config.target.model == "some/model"
-        assert (config.drafter.name, config.verifier.name) == ("ngram", "margin")
-        assert config.depth == Choice("fixed", {"depth": 3})
-    file = tmp_path / "settings"  # any file that is no model's
-    file.write_text('[depth]\nname = "adaptive"\n[drafter]\nname = "ngram"\nmax_order = 3\n')
-    assert invoke("generate", file, "--prompt", "x", "--depth", "2", "--drafter", "ngram").exit_code == 0
-    assert models[-1].config.depth == Choice("fixed", {"depth": 2})
-    assert models[-1].config.drafter == Choice("ngram", {"max_order": 3})
-    assert invoke("generate", file, "--prompt", "x", "--depth", "adaptive").exit_code == 0
-    assert models[-1].config.depth.name == "adaptive"
-    assert invoke("generate", "--prompt", "x", "--depth", "-1").exit_code == 0  # a number, which the policy refuses
-    assert models[-1].config.depth == Choice("fixed", {"depth": -1})
-
-
 def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[target]\nmodel = "file"\n[drafter]\nname = "ngram"\nmax_order = 3\n[generation]\nseed = 1\n')

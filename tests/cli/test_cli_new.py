@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import pathlib
@@ -12,14 +11,11 @@ import subprocess
 import sys
 import tomllib
 
-import hypothesis.strategies as st
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
 
 from specdec.cli import main
 from specdec.cli.new import KINDS, repository
-from specdec.errors import ConfigError
 from tests.processes import HUNG, ROOT, run_python, run_specdec
 
 PROGRAMS = pathlib.Path(sys.executable).parent
@@ -73,25 +69,6 @@ def test_the_files_of_a_repository_are_clean(tmp_path, lint):
     lint(folder, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/ci.yml")
     lint(folder, "check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
     lint(folder, "zizmor", "--offline", "--no-progress", ".github")
-
-
-WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=45)
-CAMEL = ("row", "delta", "array", "host", "forward-pass", "state", "context", "markov", "echo", "text-state", "config")
-
-
-@settings(max_examples=40)
-@given(kind=st.sampled_from(list(KINDS)), name=st.one_of(WORDS, st.sampled_from(CAMEL), st.text(max_size=8)))
-def test_every_name_is_refused_or_defines_each_class_once(kind, name):
-    try:
-        files = repository(kind, name)
-    except ConfigError:
-        return
-    [source] = [text for path, text in files.items() if path.endswith("/__init__.py")]
-    body = ast.parse(source).body
-    defined = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    imported = [alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert len({*defined, *imported}) == len(defined) + len(imported)
-    assert tomllib.loads(files["pyproject.toml"])["project"]["entry-points"]["specdec"][name]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

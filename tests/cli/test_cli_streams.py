@@ -56,24 +56,6 @@ def test_streams_of_a_process(command, status, said):
     assert bool(said) == bool(printed)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize(
-    ("command", "status", "said"),
-    [
-        ("specdec info demo >/dev/full", 2, FULL),
-        ("specdec info demo | true", 0, ""),
-        ("specdec generate -p 'def f' -n 400 2>/dev/null | head -1", 0, "\n"),
-        ("specdec generate -p 'def f' -n 4 --json >/dev/full", 2, FULL),
-        ("specdec generate -p 'def f' -n 4 2>/dev/full", 0, "\n"),
-        ("specdec chat <&-", 0, "/help lists the commands"),
-        ("LC_ALL=C PYTHONUTF8=0 specdec generate -p 'h\u00e9llo' -n 1 --json", 0, '"finish_reason"'),
-    ],
-)
-def test_streams_of_commands(command, status, said):
-    test_streams_of_a_process(command, status, said)
-
-
 def test_ctrl_c_during_imports():
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPT], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HUNG, check=False

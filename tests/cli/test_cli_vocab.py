@@ -63,20 +63,6 @@ def test_from_text(lm, text, tmp_path):
     assert always >= {*lm.tokenizer.special_ids, *lm.tokenizer.eos_ids}
 
 
-def test_from_outputs(lm, tmp_path):
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "v.json"
-    prompts.write_text('The first railway\n\n"def area(width,\\n  height):"\n')
-    done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 700, "-o", out, "--json")
-    assert done.exit_code == 0, done.output
-    made = DraftVocabulary.read(out)
-    outputs = [
-        lm.generate(p, max_new_tokens=30, temperature=0.0).tokens
-        for p in ("The first railway", "def area(width,\n  height):")
-    ]
-    assert json.loads(done.stdout)["made"]["tokens"] == sum(map(len, outputs))
-    assert set(made.tokens) >= {token for tokens in outputs for token in tokens}
-
-
 def test_the_table(text, tmp_path):
     done = run("demo", "--text", text, "--text", text, "--size", 512, "-o", tmp_path / "v.json")
     assert done.exit_code == 0, done.output

@@ -74,20 +74,6 @@ def test_a_machine_says_what_runs_and_why_the_rest_does_not(invoke):
         assert text in said, text
 
 
-def test_a_machine_as_json(invoke):
-    told = json.loads(invoke("doctor", "--json", registry=with_plugins(Fails(), Odd())).stdout)
-    assert told["model"] is None
-    machine = told["machine"]
-    backends = {backend["name"]: backend for backend in machine["backends"]}
-    assert (backends["cpu"]["available"], backends["cpu"]["reason"]) == (True, "")
-    assert (backends["absent"]["available"], backends["absent"]["reason"]) == (False, "no such device")
-    assert machine["auto"] in backends
-    assert "absent: no such device" in machine["auto_reason"]
-    assert not machine["kernels_available"]
-    assert machine["memory"]["total"] is None or machine["memory"]["total"] > machine["memory"]["free"] > 0
-    assert len(machine["failures"]) == 1
-
-
 def test_a_cache_that_cannot_be_written_is_told(invoke, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -122,14 +108,6 @@ def test_a_model_that_is_exact(invoke, tiny_model):
     assert model["costs"]["rows"][0]["ratio"] == 1.0
     assert model["costs"]["draft_step"] > 0.0
     assert [price["depth"] for price in model["costs"]["depths"]] == list(range(1, ROWS))
-
-
-def test_a_model_for_people(invoke, tiny_model):
-    done = invoke("doctor", tiny_model, *PROBED, registry=with_plugins(ProbedBackend()))
-    assert done.exit_code == 0, done.output
-    said = flat(done.stdout)
-    for text in ("promise exact: all ", "equal 2 to 6 layer 0 (", "break-even", "a step of the MTP head takes"):
-        assert text in said, text
 
 
 def test_a_mistake_is_named_and_a_backend_that_promises_equal_bits_fails(invoke, tiny_model):

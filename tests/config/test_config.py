@@ -83,29 +83,6 @@ def test_the_file_wins_over_the_defaults_and_overrides_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "overrides", "depth"),
-    [
-        ("", ["depth.depth=4"], Choice("fixed", {"depth": 4})),  # as ``specdec.load(depth=4)``
-        ("depth = 3", [], Choice("fixed", {"depth": 3})),
-        ("depth = 3", ["depth.name=adaptive"], Choice("adaptive")),  # another plugin drops the former one's options
-        ("name = 'adaptive'", ["depth.depth=3"], Choice("adaptive", {"depth": 3})),
-        ("name = 'adaptive'\nlow = 1", [], Choice("adaptive", {"low": 1})),
-        ("name = 'adaptive'\nlow = 1", ["depth.name=fixed"], Choice("fixed")),
-        ("name = 'adaptive'\nlow = 1", ["depth.name=other", "depth.high=3"], Choice("other", {"high": 3})),
-        ("name = 'adaptive'\nlow = 1", ["depth.high=3", "depth.name=other"], Choice("other", {"high": 3})),
-        ("", ["depth.max_depth=3"], "is an option of a depth policy, but none is chosen"),
-        ("", ["depth.name=auto", "depth.depth=3"], "is an option of a depth policy, but none is chosen"),
-    ],
-)
-def test_which_policy_options_belong_to(tmp_path, file, overrides, depth):
-    path = write(tmp_path, f"[depth]\n{file}\n")
-    if isinstance(depth, str):
-        assert depth in failure(*overrides, path=path)
-    else:
-        assert load_config(path, overrides).depth == depth
-
-
-@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("a.b=1", 1),
@@ -122,12 +99,6 @@ def test_which_policy_options_belong_to(tmp_path, file, overrides, depth):
 def test_an_override_is_toml_or_a_bare_word(text, value):
     override = Override.parse(text)
     assert (override.path, override.value, type(override.value)) == (("a", "b"), value, type(value))
-
-
-@pytest.mark.parametrize("text", ["", "a", "=1", "a..b=1", "a.b=", "a.b=[x, y]", 'a.b="x'])
-def test_a_broken_override_is_an_error(text):
-    with pytest.raises(ConfigError):
-        Override.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -174,46 +145,13 @@ def test_an_error_names_the_key_what_was_got_and_where_it_came_from(tmp_path, ov
     assert f"-s {override}" in text
 
 
-def test_an_error_in_the_file_names_the_file_and_several_are_told_at_once(tmp_path):
-    path = write(tmp_path, "[generation]\nseed = 'x'\nmax_tokens = 3\n[target]\nmodel = 5\n")
-    text = failure("generation.ignore_eos=1", path=path)
-    assert text.startswith("4 keys of the configuration cannot be used")
-    for key in ("generation.seed", "generation.max_tokens", "target.model"):
-        assert f"{path}: key {key} " in text
-    assert "-s generation.ignore_eos=1: key generation.ignore_eos takes true or false" in text
-
-
 def test_a_value_that_a_later_layer_overrides_is_checked_too(tmp_path):
     assert "key target takes a table" in failure("target=1", "target.model=demo")
     path = write(tmp_path, "[generation]\nseed = 'x'\n")
     assert f"{path}" in failure("generation.seed=1", path=path)
 
 
-def test_a_choice_remembers_where_it_was_made(tmp_path):
-    path = write(tmp_path, '[drafter]\nname = "ngram"\n')
-    assert load_config(path).drafter.source == str(path)
-    assert load_config(path, ["drafter.max_order=4"]).drafter.source == f"{path}, -s drafter.max_order=4"
-    assert load_config(path, ["verifier.name=x"]).verifier.source == "-s verifier.name=x"
-    assert load_config(path).verifier.source == ""
-
-
 # --- plugins' options ------------------------------------------------------------------------------------------------
-
-
-def test_options_become_the_plugins_own_config():
-    written = {"whole": 4, "number": 1, "flag": True, "word": "hard", "words": ["a"], "sizes": [1, 2], "pair": [2, "b"]}
-    written |= {"table": {"k": 1}, "maybe": 9, "either": "z", "mode": 1, "where": "a/b", "kinds": ["x", "x"]}
-    converted = {
-        "number": 1.0,
-        "sizes": (1, 2),
-        "pair": (2, "b"),
-        "where": pathlib.Path("a/b"),
-        "kinds": frozenset("x"),
-    }
-    made = structure_options(written, Options)
-    assert made == Options(**{**written, **converted})
-    assert type(made.number) is float
-    assert made.sizes == (1, 2)
 
 
 KINDS = {"whole": int, "flag": bool, "word": str, "words": list, "sizes": list, "pair": list, "table": dict}
@@ -266,24 +204,6 @@ def test_the_error_of_an_option_has_its_path_and_the_nearest_name(options, told)
         structure_options({"x": 1}, NoConfig, "verifier")
 
 
-def test_a_classs_own_validator_keeps_its_text():
-    @attrs.frozen
-    class Pair:
-        low: int
-        high: int = attrs.field(default=9)
-
-        @high.validator
-        def _ordered(self, field, value):
-            if value < self.low:
-                raise ConfigError(f"high ({value}) is below low ({self.low})")
-
-    assert structure_options({"low": 1}, Pair) == Pair(1)
-    with pytest.raises(ConfigError, match=r"key depth cannot be used: high \(2\) is below low \(3\)"):
-        structure_options({"low": 3, "high": 2}, Pair, "depth")
-    with pytest.raises(ConfigError, match=r"key depth\.low is required and missing"):
-        structure_options({}, Pair, "depth")
-
-
 def test_dataclasses_work_and_unreadable_fields_blame_the_author():
     @dataclasses.dataclass
     class Plain:
@@ -309,16 +229,6 @@ def test_validators_work_without_a_file():
     with pytest.raises(ConfigError, match="lower end first"):
         between(10**5000, 3)
     assert GenerationConfig(stop="END").stop == ("END",)  # not three stop strings
-
-
-def test_the_configuration_can_be_written_down_again(tmp_path):
-    config = load_config(None, ["drafter.name=ngram", "drafter.max_order=5", "target.capacity=64"])
-    assert config.to_dict()["drafter"] == {"name": "ngram", "max_order": 5}
-    assert "threads" not in config.to_dict()["target"]  # TOML has no null
-    overrides = [
-        Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
-    ]
-    assert load_config(None, overrides) == config
 
 
 def test_how_tokens_are_chosen_can_be_written_in_the_file(tmp_path):

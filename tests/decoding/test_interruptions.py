@@ -7,10 +7,9 @@ counters, the bits of the state) is the truth.
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -33,9 +32,6 @@ from specdec.contract import (
 )
 from specdec.decoding.conversation import Conversation
 from specdec.decoding.parts import DrafterPart
-from specdec.decoding.sequence import LiveSequence
-from specdec.decoding.session import Session
-from specdec.errors import SpecdecError
 from tests import tiny
 from tests.decoding.interrupting import Step, interrupted, steps_of
 from tests.drafters.composed import Folders, composed, load_base, scripted, write_folders
@@ -332,98 +328,3 @@ def test_an_interrupted_conversation(call: str, make: Callable[[str], Any], tmp_
     steps = steps_of(lambda: TALKS[call](talk, tmp_path))
     for step in random.Random(f"{SEED} {call}").sample(steps, 8):
         check_talk(lm, call, tmp_path, step)
-
-
-# --- mutants ---------------------------------------------------------------------------------------------------------
-
-
-def marked_too_late(patch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def changing(self: Any) -> Iterator[None]:
-        yield
-        self.intact = self.intact and True
-
-    patch.setattr(LiveSequence, "changing", changing)
-
-
-def mark_cleared_on_the_way_out(patch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def changing(self: Any) -> Iterator[None]:
-        before, self.intact = self.intact, False
-        try:
-            yield
-        finally:
-            self.intact = before
-
-    patch.setattr(LiveSequence, "changing", changing)
-
-
-def counted_before_the_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LiveSequence, "counts", property(lambda self: self._next[1] if self._next else self._counts))
-
-
-def state_kept_by_the_repair(patch: pytest.MonkeyPatch) -> None:
-    right = Session._new_sequence
-
-    def kept(self: Any, tokens: Any, counts: Any = None, **given: Any) -> Any:
-        if counts is not None and "failure" in given:
-            given["state"] = self._sequence.state
-        return right(self, tokens, counts, **given)
-
-    patch.setattr(Session, "_new_sequence", kept)
-
-
-def counts_lost_by_the_repair(patch: pytest.MonkeyPatch) -> None:
-    right = Session._new_sequence
-
-    def lost(self: Any, tokens: Any, counts: Any = None, **given: Any) -> Any:
-        return right(self, tokens, None if "failure" in given else counts, **given)
-
-    patch.setattr(Session, "_new_sequence", lost)
-
-
-def tokens_in_two_steps(patch: pytest.MonkeyPatch) -> None:
-    right = Session._replace
-
-    def replace(sequence: Any, kept: int, rest: Any) -> None:
-        right(sequence, kept, [])
-        specdec.text.common_prefix([], [])  # a step of ours, for an interruption
-        sequence.tokens.extend(rest)
-
-    patch.setattr(Session, "_replace", staticmethod(replace))
-
-
-MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
-    (marked_too_late, "hybrid-mtp", "generate"),
-    (mark_cleared_on_the_way_out, "hybrid-mtp", "rewind far"),
-    (counted_before_the_tokens, "llama-ngram", "generate"),
-    (state_kept_by_the_repair, "hybrid-seeing", "generate"),
-    (counts_lost_by_the_repair, "llama-ngram", "rewind"),
-    (tokens_in_two_steps, "llama-ngram", "set_prompt"),
-]
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize(
-    ("mutant", "subject", "call"), [pytest.param(*one, id=f"{one[0].__name__}-{one[1]}-{one[2]}") for one in MUTANTS]
-)
-def test_a_wrong_mark_is_noticed(
-    mutant: Callable[[pytest.MonkeyPatch], None],
-    subject: str,
-    call: str,
-    make: Callable[[str], Any],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lm = make(subject)
-    truth = truth_of(lm, call, tmp_path, {}, instructions=False)
-    mutant(monkeypatch)
-    steps = truth_of(lm, call, tmp_path, {}, instructions=False).steps
-    random.Random(SEED).shuffle(steps)
-
-    def check_all() -> None:
-        for step in steps:
-            check(lm, call, tmp_path, {}, truth, [step])
-
-    with pytest.raises((AssertionError, SpecdecError)):
-        check_all()

@@ -94,17 +94,6 @@ def test_a_session_is_a_context_manager(lm):
     assert "tokens of 8192" in repr(session)
 
 
-def test_objects_are_readable_and_escaped_in_a_notebook(lm):
-    result = lm.generate("<b>x</b>", max_new_tokens=12)
-    for made in (lm, result, result.stats):
-        assert len(repr(made)) < 500
-        assert made._repr_html_().count("<tr>") >= 3
-    assert "mtp" in repr(lm)
-    assert "exact, with bitwise parity" in repr(result)
-    hostile = attrs.evolve(result, text="<script>")
-    assert "<script>" not in hostile._repr_html_()
-
-
 def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
     prompts = ["def add(a, b):", [5, 6, 7], "Once upon a time"]
     ended: list[int] = []
@@ -120,3 +109,14 @@ def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
     with pytest.raises(PromptError, match="max_batch is at least 1"):
         lm.generate_batch(prompts, max_batch=0)
     assert lm.generate_batch([]) == []
+
+
+def test_objects_are_readable_and_escaped_in_a_notebook(lm):
+    result = lm.generate("<b>x</b>", max_new_tokens=12)
+    for made in (lm, result, result.stats):
+        assert len(repr(made)) < 500
+        assert made._repr_html_().count("<tr>") >= 3
+    assert "mtp" in repr(lm)
+    assert "exact, with bitwise parity" in repr(result)
+    hostile = attrs.evolve(result, text="<script>")
+    assert "<script>" not in hostile._repr_html_()

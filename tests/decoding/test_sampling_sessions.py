@@ -119,14 +119,6 @@ def test_strict_output_depends_on_target_prompt_settings_and_seed_alone(
     event(f"accepted something: {any(session.stats.accepted)}")
 
 
-def test_seeds_and_positions_make_a_difference(load: Callable[..., Any]) -> None:
-    """Otherwise the test above would hold for a constant."""
-    lm = variant(load("qwen3_5"), "mtp")
-    runs = [lm.generate(PROMPT, max_new_tokens=12, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(5)]
-    assert len({tuple(run.tokens) for run in runs}) == 5
-    assert len({token for run in runs for token in run.tokens}) > 10
-
-
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
@@ -162,15 +154,6 @@ def test_logprobs_are_those_of_the_row_that_decided_the_token(
         np.testing.assert_allclose([value for _, value in entry.top], logs[best], rtol=0, atol=1e-12)
         np.testing.assert_allclose(entry.logprob, logs[entry.token], rtol=0, atol=1e-12)
         assert temperature > 0 or bias or not top or entry.token == entry.top[0][0]
-
-
-def test_no_logprobs_unless_asked_for(load: Callable[..., Any]) -> None:
-    lm = variant(load("qwen3_5"), "mtp")
-    assert lm.generate(PROMPT, max_new_tokens=3).logprobs is None
-    told = lm.generate(PROMPT, max_new_tokens=3, logprobs=1, ignore_eos=True).to_dict()
-    assert [entry["token"] for entry in told["logprobs"]] == told["tokens"]
-    assert (told["prompt"], told["generation"]["logprobs"]) == (PROMPT, 1)
-    assert told["fingerprint"] == lm.info.fingerprint
 
 
 # --- an end inside a block -------------------------------------------------------------------------------------------

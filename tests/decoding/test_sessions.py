@@ -148,21 +148,6 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_dra
     assert bool(restored.session.stats.offered) or drafter != "mtp"
 
 
-def test_a_fork_and_its_origin_go_their_own_ways(lm: Any) -> None:
-    session = lm.session()
-    session.generate(list(range(40, 60)), max_new_tokens=5, ignore_eos=True)
-    session.extra["note"] = ["kept"]
-    fork = session.fork()
-    fork.extra["note"].append("own")
-    there = fork.generate([70, 71], max_new_tokens=5, ignore_eos=True).tokens
-    here = session.generate([80], max_new_tokens=5, ignore_eos=True).tokens
-    assert session.extra == {"note": ["kept"]}
-    assert fork.tokens[:25] == session.tokens[:25]
-    plain = variant(lm)
-    assert there == plain.generate(list(fork.tokens[:-5]), max_new_tokens=5, ignore_eos=True).tokens
-    assert here == plain.generate(list(session.tokens[:-5]), max_new_tokens=5, ignore_eos=True).tokens
-
-
 # --- prefix reuse ----------------------------------------------------------------------------------------------------
 
 
@@ -247,10 +232,6 @@ def refuses(lm: Any, saved: tuple[Any, pathlib.Path]) -> Iterator[Callable[..., 
     assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == truth
 
 
-def header_size(file: pathlib.Path) -> int:
-    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
-
-
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
@@ -275,43 +256,6 @@ def rewrite(file: pathlib.Path, target: pathlib.Path, change: Change) -> None:
     text = json.dumps(described)
     checksum = session_file._checksum(text, tensors)
     save_file(tensors, target, {"specdec.session": text, "specdec.checksum": checksum})
-
-
-def test_a_file_cut_anywhere_is_refused(saved: tuple[Any, pathlib.Path], refuses: Callable[..., str]) -> None:
-    data, header = saved[1].read_bytes(), header_size(saved[1])
-    offsets = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(data) - 1}
-    offsets |= set(range(0, header, header // 40)) | set(range(header, len(data), (len(data) - header) // 40))
-    cut = saved[1].with_name("cut")
-    for offset in sorted(offsets):
-        cut.write_bytes(data[:offset])
-        refuses(cut)
-    cut.write_bytes(data + b"more")
-    refuses(cut)
-
-
-@given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_damaged_header_is_refused_or_harmless(
-    load: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, where: float, byte: int
-) -> None:
-    """Never an exception of a library's own: a program catches SessionFileError."""
-    lm = variant(load("qwen3_5"), "mtp")
-    session = lm.session()
-    session.generate([50, 60, 70, 80], max_new_tokens=3, ignore_eos=True)
-    file = tmp_path_factory.getbasetemp() / "damaged"
-    session.save(file)
-    data = bytearray(file.read_bytes())
-    data[int(where * header_size(file))] = byte
-    file.write_bytes(data)
-    other = lm.session()
-    try:
-        other.load(file)
-    except SessionFileError as error:
-        refused = str(error)
-    else:
-        refused = ""
-    event("refused" if refused else "harmless")
-    assert len(other.tokens) == (0 if refused else 7)
-    assert not refused or str(file) in refused
 
 
 FORMAT = session_file.FORMAT
@@ -371,20 +315,6 @@ def test_a_file_that_does_not_fit_is_refused_with_its_reason(
     file = tmp_path / "changed"
     rewrite(saved[1], file, change)
     assert re.search(reason, refuses(file))
-
-
-def test_files_that_are_none_are_refused(refuses: Callable[..., str], tmp_path: pathlib.Path, lm: Any) -> None:
-    assert "cannot be read: No such file" in refuses(tmp_path / "missing")
-    assert "it is a folder, not a file" in refuses(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    assert "it is a named pipe, not a file" in refuses(tmp_path / "pipe")
-    assert "cannot be read: File name too long" in refuses(tmp_path / ("x" * 300))
-    assert "cannot be read" in refuses(pathlib.Path(f"{tmp_path}/a\0b"))
-    for name, data in (("empty", b""), ("text", b"Dear diary,\n" * 99), ("zeros", bytes(999))):
-        (tmp_path / name).write_bytes(data)
-        assert "not a complete session file" in refuses(tmp_path / name)
-    weights = pathlib.Path(lm.config.target.model) / "model.safetensors"
-    assert "not a saved session" in refuses(weights)
 
 
 def test_a_session_of_another_model_or_dtype_is_refused(
@@ -452,20 +382,6 @@ def test_extra_data_that_is_not_json_is_refused_when_it_is_saved(extra: Any, lm:
     with pytest.raises(SessionFileError, match="extra data is not JSON"):
         session.fork()
     assert os.listdir(tmp_path) == []
-
-
-def test_an_empty_session_and_one_that_only_was_fed_are_saved_too(lm: Any, tmp_path: pathlib.Path) -> None:
-    for prompt in ([], [50, 60, 70]):
-        session = lm.session()
-        if prompt:
-            session.feed(prompt)
-        session.extra = {"who": "me"}
-        session.save(tmp_path / "s")
-        other = lm.session()
-        other.load(tmp_path / "s")
-        assert (list(other.tokens), other.extra) == (prompt, {"who": "me"})
-        ours = other.generate([80], max_new_tokens=4, ignore_eos=True)
-        assert ours.tokens == lm.generate([*prompt, 80], max_new_tokens=4, ignore_eos=True).tokens
 
 
 # --- what a session refuses and survives -----------------------------------------------------------------------------
@@ -618,20 +534,6 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
         moment in ("rewind", "snapshot", "observe")
     )
-
-
-@pytest.mark.parametrize(
-    ("drafter", "depth", "reason"),
-    [
-        ("none", 2, "drafter 'none' was chosen"),
-        ("mtp", 0, "the depth policy 'fixed' chose depth 0 in every cycle"),
-        ("ngram", 2, "the drafter made no draft"),
-    ],
-)
-def test_inactive_speculation_says_why(drafter: str, depth: int, reason: str, lm: Any) -> None:
-    run = variant(lm, drafter, depth).generate([50], max_new_tokens=2, ignore_eos=True)
-    assert run.to_dict()["stats"]["speculation"] == {"active": False, "drafter": drafter, "reason": reason}
-    assert lm.generate([50], max_new_tokens=5, ignore_eos=True).stats.speculation()["active"]
 
 
 @pytest.mark.parametrize(

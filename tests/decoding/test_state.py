@@ -277,18 +277,3 @@ def test_refusals(target: Any) -> None:
         with pytest.raises(error, match=match):
             call()
         tiny.assert_same_bits(tiny.state_arrays(target, state), before)
-
-
-def test_a_snapshot_is_independent(target: Any) -> None:
-    """A copy, not a view: what happens to the state later must not reach it, nor what happens to a restored state."""
-    state = target.new_state(CAPACITY, tiny.needs_of(target))
-    target.prefill(state, [1, 2, 3, 4, 5])
-    snapshot = target.snapshot(state)
-    before = {name: array.clone() for name, array in snapshot.arrays.items()}
-    restored = [target.restore(snapshot, tiny.needs_of(target)) for _ in range(2)]
-    for used in (state, *restored):
-        target.decode(used, [6, 7, 8])
-        target.commit(used, 2)
-        target.rewind(used, 0)
-        target.prefill(used, [9, 9, 9, 9, 9, 9, 9])
-        tiny.assert_same_bits(snapshot.arrays, before)

@@ -120,17 +120,6 @@ def test_the_target_itself_as_draft_model_is_always_right(made, sampling, depth)
     assert stats.draft["passes"] == sum(stats.offered)
 
 
-def test_no_token_is_read_twice_and_none_is_left_out(made):
-    """Rows of drafts are committed, not run again: only tokens that waited too long are prefilled."""
-    stats = made("itself", (4,)).generate(PROMPT, max_new_tokens=50, ignore_eos=True).stats
-    assert stats.draft["prefilled"] == len(PROMPT) - 1
-    late = made("itself", (*[0] * 20, 4)).generate(PROMPT, max_new_tokens=21, ignore_eos=True).stats
-    assert late.draft["prefilled"] == len(PROMPT) - 1
-    late = made("itself", (*[0] * 20, 4)).generate(PROMPT, max_new_tokens=26, ignore_eos=True).stats
-    assert late.draft["prefilled"] == len(PROMPT) - 1 + 20
-    assert late.accepted == late.offered == [1, 1, 1, 1]
-
-
 class Recitation(BareTarget):
     """Says one text for ever, in its own tokens, from wherever the tokens so far end; after anything else token 0."""
 
@@ -197,24 +186,6 @@ def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_toke
 
 
 # --- saved state ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "llama", "text", "model, look-up"])
-def test_a_loaded_session_has_the_draft_model_s_state(made, tmp_path, kind):
-    lm = made(kind)
-    session = lm.session()
-    session.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
-    session.save(tmp_path / "a.session")
-    later = lm.session()
-    later.load(tmp_path / "a.session")
-    for one in (later, session.fork()):
-        told = _own(one.generate(max_new_tokens=12, ignore_eos=True).stats.draft)
-        assert "rebuilt" not in told
-        assert told["prefilled"] <= 8 or kind == "text"  # its open segment may be long
-
-
-def _own(report: dict[str, Any]) -> dict[str, Any]:
-    return report["drafters"]["draft_model"] if "drafters" in report else report
 
 
 def test_a_saved_state_of_another_draft_model_is_built_again_and_said_so(base, made, tmp_path):
@@ -288,13 +259,6 @@ def test_behind_the_draft_model_s_last_position_nothing_is_drafted_and_the_repor
     assert again.offered[0] == 8 - 1  # the last token of a generation is never drafted for
 
 
-def test_a_long_prompt_is_not_read_by_a_short_draft_model(base, written):
-    lm = composed(base, {"name": "draft_model", "model": written(max_positions=6)}, (4,))
-    stats = lm.generate(PROMPT, max_new_tokens=10, ignore_eos=True).stats
-    assert stats.offered == []
-    assert stats.draft["prefilled"] == stats.draft["passes"] == 0
-
-
 @pytest.mark.parametrize("vocab", [265, 277, 301])
 @pytest.mark.parametrize("verifier", ["strict", "rejection"])
 def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, vocab, verifier):
@@ -313,17 +277,6 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, 
         assert not result.stats.faults
         if verifier == "strict" or "temperature" not in more:
             assert result.tokens == plain.generate(PROMPT, **settings, **more).tokens
-
-
-def test_a_prompt_with_ids_that_the_draft_model_has_no_row_for_is_not_drafted_for(base, written):
-    lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
-    session = lm.session()
-    stats = session.generate([*PROMPT, 270, 40, 41], max_new_tokens=10, ignore_eos=True).stats
-    assert stats.offered == []
-    assert not stats.inactive_reason
-    assert stats.draft["skipped"]["vocabulary"] > 0
-    session.rewind(9)
-    assert session.generate([50], max_new_tokens=10, ignore_eos=True).stats.offered
 
 
 def test_when_no_token_of_the_draft_model_is_allowed_it_has_no_opinion(base, written):
@@ -354,16 +307,6 @@ def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows
     assert row.topk(k) == whole.topk(k)
     assert row.gather([1]) == whole.gather([1])
     assert row.logsumexp() == pytest.approx(whole.logsumexp(), abs=1e-6)
-
-
-def test_the_weights_of_a_draft_model_are_quantised_when_it_is_loaded():
-    plain = specdec.load("demo", drafter="none").generate("def add(", max_new_tokens=24)
-    for weights, held in (("auto", "bfloat16 ("), ("int4", "int4 g64 (")):
-        lm = specdec.load("demo", drafter={"name": "draft_model", "model": "demo", "weights": weights}, depth=3)
-        result = lm.generate("def add(", max_new_tokens=24)
-        assert result.tokens == plain.tokens
-        assert result.stats.draft["weights"].startswith(held)
-        assert result.weights == plain.weights
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -415,17 +358,6 @@ def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base,
         assert word in str(caught.value)
 
 
-def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_notices(base, folders, written):
-    same = composed(base, {"name": "draft_model", "model": folders.llama, "tokenizers": "text"})
-    assert any('drafter.tokenizers = "ids"' in notice for notice in same.notices)
-    less = pathlib.Path(written(seed=8))
-    file = less / "tokenizer.json"
-    file.write_text(file.read_text().replace(tiny.IM_START, "<|im_stort|>"))
-    assert tiny.IM_START not in file.read_text()
-    with pytest.raises(UnsupportedError, match="1 token ids differ"):
-        composed(base, {"name": "draft_model", "model": str(less)})
-
-
 def test_a_draft_model_without_a_loader_says_what_it_needs():
     spec = draft_model.specdec_drafters()[0]
     with pytest.raises(UnsupportedError, match="no loader is available here"):
@@ -440,3 +372,14 @@ def test_tokens_that_only_the_target_knows_need_rows_in_the_draft_model():
     assert env.notices == ["the draft model does not know 1 tokens of the target: 257 '<|end|>'"]
     with pytest.raises(UnsupportedError, match="a vocabulary of 257, and the target's tokenizer has 258 tokens"):
         draft_model.check_vocabularies(found, env, attrs.evolve(info, vocab_size=257), "drafter.model = 'x'")
+
+
+def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_notices(base, folders, written):
+    same = composed(base, {"name": "draft_model", "model": folders.llama, "tokenizers": "text"})
+    assert any('drafter.tokenizers = "ids"' in notice for notice in same.notices)
+    less = pathlib.Path(written(seed=8))
+    file = less / "tokenizer.json"
+    file.write_text(file.read_text().replace(tiny.IM_START, "<|im_stort|>"))
+    assert tiny.IM_START not in file.read_text()
+    with pytest.raises(UnsupportedError, match="1 token ids differ"):
+        composed(base, {"name": "draft_model", "model": str(less)})

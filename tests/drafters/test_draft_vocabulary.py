@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.drafters.draft_vocabulary import DraftVocabulary, tokenizer_hash
-from specdec.drafters.token_counts import BLOCK, HELD_OUT, TokenCounts, always_kept
+from specdec.drafters.token_counts import always_kept
 from specdec.errors import ConfigError
 from specdec.text import Tokenizer
 from tests import tiny
@@ -105,30 +104,3 @@ def test_special_tokens_and_bytes_are_always_kept(checkpoint: Callable[..., path
         assert tokenizer.core.token_to_id(name) in kept
     assert len(kept) == 256 + 3
     assert kept == sorted(kept)
-
-
-@given(
-    parts=st.lists(st.lists(st.integers(0, 20), max_size=700), max_size=12),
-    always=st.sets(st.integers(0, 20), max_size=4),
-)
-def test_counts_do_not_depend_on_how_the_text_comes(parts: list[list[int]], always: set[int]) -> None:
-    counts, once = TokenCounts(21), TokenCounts(21)
-    for part in parts:
-        counts.add(part)
-    whole = [token for part in parts for token in part]
-    once.add(whole)
-    held = [token for i, token in enumerate(whole) if i // BLOCK % HELD_OUT == HELD_OUT - 1]
-    for found in (counts, once):
-        assert found.total == len(whole)
-        assert found.held_out.tolist() == np.bincount(np.array(held, dtype=np.int64), minlength=21).tolist()
-        all_of_it = np.bincount(np.array(whole, dtype=np.int64), minlength=21)
-        assert (found.counted + found.held_out).tolist() == all_of_it.tolist()
-    ranking = counts.ranking(always, 21).tolist()
-    assert sorted(ranking) == list(range(21))
-    assert ranking[: len(always)] == sorted(always, key=lambda token: (-counts.counted[token], token))
-    rest = ranking[len(always) :]
-    assert rest == sorted(rest, key=lambda token: (-counts.counted[token], token))
-    coverage = counts.coverage(ranking, [1, 5, 21, 50])
-    assert coverage == {} if not held else coverage[21] == coverage[50] == 1.0
-    if held:
-        assert coverage[5] == pytest.approx(sum(token in ranking[:5] for token in held) / len(held))

@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.config import Choice, load_config
+from specdec.config import Choice
 from specdec.contract import (
     EMPTY_DRAFT,
     Context,
@@ -24,17 +24,14 @@ from specdec.contract import (
     ForwardOutput,
     Needs,
     PrepareEnv,
-    Sampling,
     Verdict,
 )
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry, use_registry
-from specdec.testing import DrafterSubject, TableModel
-from specdec.testing.engine_run import run_engine
+from specdec.testing import DrafterSubject
 from specdec.testing.scripted_session import ScriptedSession
-from specdec.verifiers.strict import StrictVerifier
 from tests.drafters import composed
 
 SPEC = specdec_drafters()[0]
@@ -186,68 +183,6 @@ def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
     assert "failed" not in told["noted#2"]
 
 
-def test_a_member_whose_snapshot_is_none_is_left_out_alone(monkeypatch):
-    made.clear()
-    played = ScriptedSession.start(subject(Choice("noted", {"number": 0}), Choice("noted", {"number": 1})))
-    monkeypatch.setattr(made[0], "snapshot", lambda context: [1])
-    assert list(played.drafter.snapshot(played.context()).meta) == ["noted#2/number", "noted#2/name", "noted#2"]
-    assert "snapshot returned" in played.drafter.report()["drafters"]["noted"]["failed"]
-
-
-def test_a_session_is_saved_without_a_snapshot_of_a_wrong_type(base, tmp_path, monkeypatch):
-    session = attrs.evolve(base, drafter=composed.composed(base, {"name": "ngram"}).drafter).session()
-    session.feed([1, 2, 3])
-    monkeypatch.setattr(session.sequence.drafter, "snapshot", lambda context: [1])
-    session.save(tmp_path / "a.session")
-    assert "snapshot returned" in session.sequence.failure
-
-
-def test_a_look_up_with_a_long_match_goes_before_a_head():
-    """In a repeating text the look-up drafts, in a fresh one the head: a choice by the prefix alone."""
-    target = TableModel.random(5, mtp=True, peak=0.3, seed=2)
-    choices = subject(Choice("ngram", {"min_order": 4, "max_order": 8}), Choice("mtp"))
-    drafters: list[Drafter] = []
-
-    def make(env: DrafterEnv) -> Drafter:
-        drafters.append(choices.make(env))
-        return drafters[-1]
-
-    shared = choices.prepare(target)
-    fresh, repeated = [0, 1, 2, 3, 4, 0, 2, 4], [0, 1, 2, 3, 4] * 4
-    for prompt, first in ((fresh, "mtp"), (repeated, "ngram")):
-        run_engine(target, StrictVerifier(), make, prompt, 3, [2, 0, 0], Sampling(), needs=choices.needs, shared=shared)
-        told = drafters[-1].report()["drafters"]
-        assert told[first]["drafts"] == 1
-        assert sum(one["drafts"] for one in told.values()) == 1
-
-
-# --- saved state -----------------------------------------------------------------------------------------------------
-
-
-def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
-    target = TableModel.random(5)
-
-    def build(*choices: Choice, saved: DrafterSnapshot | None = None) -> Drafter:
-        made.clear()
-        one = subject(*choices)
-        env = DrafterEnv(target=target, state=target.new_state(8), shared=one.prepare(target), saved=saved)
-        return one.make(env)
-
-    three = [Choice("noted", {"number": 1}), Choice("noted", {"every": 3}), Choice("prepared", {"number": 7})]
-    saved = build(*three).snapshot(Context([]))
-    build(*three, saved=saved)
-    assert [child.env.saved and child.env.saved.meta for child in made] == [
-        {"number": 1, "name": "x"},
-        None,
-        {"number": 7, "name": "x"},
-    ]
-    assert made[0].env.saved.arrays["a/b"].tolist() == [1]
-    assert [child.env.shared for child in made] == [None, None, 7]
-    build(three[2], three[0], saved=saved)  # another order
-    assert [child.env.saved.meta["number"] for child in made] == [7, 1]
-    assert build(Choice("none"), Choice("ngram")).snapshot(Context([])) is None
-
-
 # --- what cannot be used ---------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, list[str]]] = {
@@ -300,14 +235,9 @@ def test_a_list_that_cannot_be_used_is_refused_with_the_place_in_it(folders, cas
         assert word in str(caught.value)
 
 
-def test_a_file_takes_tables_in_their_order(base, tmp_path, folders):
-    file = tmp_path / "chain.toml"
-    file.write_text(
-        '[drafter]\nname = "first_of"\n[[drafter.drafters]]\nname = "ngram"\nmin_order = 3\n'
-        f'[[drafter.drafters]]\nname = "mtp"\n[target]\nmodel = "{folders.target}"\n'
-    )
-    config = load_config(file)
-    lm = specdec.load(config=config)
-    assert [child.label for child in lm.drafter.shared] == ["ngram", "mtp"]
-    assert lm.drafter.shared[0].config.min_order == 3
-    assert config.to_dict()["drafter"]["drafters"] == [{"name": "ngram", "min_order": 3}, {"name": "mtp"}]
+def test_a_session_is_saved_without_a_snapshot_of_a_wrong_type(base, tmp_path, monkeypatch):
+    session = attrs.evolve(base, drafter=composed.composed(base, {"name": "ngram"}).drafter).session()
+    session.feed([1, 2, 3])
+    monkeypatch.setattr(session.sequence.drafter, "snapshot", lambda context: [1])
+    session.save(tmp_path / "a.session")
+    assert "snapshot returned" in session.sequence.failure

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.contract import Context, LogitsProcessor, Sampling
+from specdec.contract import LogitsProcessor, Sampling
 from specdec.drafters.forced import specdec_drafters
 from specdec.testing import Subject, TableModel, as_subject, check_subjects
 from specdec.testing.engine_run import plain_decoding, run_engine
@@ -79,14 +78,6 @@ def test_sampled_text_keeps_its_distribution() -> None:
         counts[made[2]] += 1
     fit = goodness_of_fit(counts, model.distribution([3, 0, 1, 2]))
     assert fit.passes(1e-6), fit
-
-
-def test_drafts_are_no_longer_than_asked_for() -> None:
-    model = target()
-    drafter = SPEC.factory(None, attrs.make_class("Env", {"target": attrs.field()})(model))
-    context = Context([0], Sampling(processors=(Pattern(),)))
-    assert [drafter.propose(context, depth).tokens for depth in (0, 1, 2, 5)] == [(), (1,), (1, 2), (1, 2, 3)]
-    assert drafter.propose(Context([0]), 3).tokens == ()
 
 
 def test_a_schema_forces_its_keys() -> None:

@@ -78,33 +78,6 @@ def test_rows_that_need_no_draft_are_chosen_in_one_call(penalty: float) -> None:
     assert at_once.tokens == (singly.tokens if penalty > 1 else [7, 7, singly.tokens[2]])
 
 
-def test_an_independent_law_has_its_filters_and_its_history() -> None:
-    """Four equal tokens; top-k leaves two, and a penalty on a drafted token one that is far ahead."""
-    row = TableLogits(np.zeros((1, 4), dtype=np.float32))
-    settings = {"temperature": 1.0, "presence_penalty": 50.0}
-    context = Context([1], Sampling(**settings), generated_from=1, draft_noise=DraftNoise.INDEPENDENT)
-    gate = DraftGate(min_confidence=0.9)
-    assert gate.stops(row, context)
-    assert gate.stops(row, context, (0, 1))
-    assert not gate.stops(row, context, (0, 1, 2))  # only token 3 is left
-    narrow = Context([1], Sampling(temperature=1.0, top_k=1), draft_noise=DraftNoise.INDEPENDENT)
-    assert not gate.stops(row, narrow)
-    assert gate.stops(row, Context([1], Sampling(temperature=1.0, top_k=1)))  # coupled: the plain softmax
-    assert gate.report() == {"gate_steps": 5, "gate_stops": 3}
-
-
-def test_a_gate_that_is_off_asks_nothing() -> None:
-    class Untouchable(TableLogits):
-        def topk(self, k: int) -> Any:
-            raise AssertionError("asked")
-
-        argmax = logsumexp = rows = topk  # type: ignore[assignment]
-
-    gate = DraftGate()
-    assert not gate.stops(Untouchable(np.zeros((1, 3), np.float32)), Context([1]))
-    assert gate.report() == {}
-
-
 # --- the drafter, and the law of what comes out -----------------------------------------------------------------------
 
 VOCAB, DEPTH, JOINT = 3, 2, 3

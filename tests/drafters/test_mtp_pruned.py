@@ -16,7 +16,7 @@ from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
-from specdec.errors import ConfigError, ContractError, PromptError, UnsupportedError
+from specdec.errors import ContractError, PromptError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.testing import TableModel, parametrize_checks
 from tests import tiny
@@ -106,23 +106,6 @@ def test_strict_output_is_that_of_plain_decoding(
     tiny.assert_same_bits(held, tiny.state_arrays(target, plain._sequence.state))
 
 
-def test_the_whole_vocabulary_drafts_what_the_full_head_drafts(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    """Nothing is lost but what is left out: the same drafts, and the same acceptance."""
-    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
-    prompt = [40, 50, 60, 70, 40, 50]
-    for temperature in (0.0, 1.0):
-        sampling = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
-        full = tiny.make_lm(folder, target, lambda env: MtpDrafter(MtpConfig(), env)).generate(prompt, **sampling)
-        pruned = model_of(folder, target, MtpConfig(vocabulary="given"), tuple(range(VOCAB)), 3).generate(
-            prompt, **sampling
-        )
-        assert full.stats.draft == {}
-        assert pruned.stats.draft["pruned_drafts"] == pruned.stats.offered[0]
-        assert (pruned.stats.accepted, pruned.stats.offered) == (full.stats.accepted, full.stats.offered)
-
-
 def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:
@@ -139,24 +122,6 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
             assert result.stats.cycles == 6
             assert result.stats.draft["dead_ends"] == 5  # the last cycle has no room for a draft
             assert not session._sequence.failure
-
-
-def test_a_gate_saves_what_would_be_rejected(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
-    sampling = {"max_new_tokens": 40, "ignore_eos": True}
-    results = {}
-    for least in (0.0, 0.5, 1.0):
-        config = MtpConfig(min_confidence=least)
-        lm = tiny.make_lm(folder, target, lambda env, config=config: MtpDrafter(config, env))
-        results[least] = lm.generate([40, 50, 60], **sampling)
-    offered = {least: sum(result.stats.offered) for least, result in results.items()}
-    assert offered[0.0] > offered[0.5] > offered[1.0] == 0
-    assert results[0.0].tokens == results[0.5].tokens == results[1.0].tokens
-    report = results[1.0].stats.draft
-    assert results[1.0].stats.cycles == 40  # a stop at position 0 leaves plain decoding
-    assert report == {"gate_steps": 39, "gate_stops": 39}  # the last cycle has no room for a draft
 
 
 # --- the target's side ------------------------------------------------------------------------------------------------
@@ -180,34 +145,6 @@ def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
             head.extended(wrong)
     with pytest.raises(UnsupportedError, match="no MTP head"):
         make_target("qwen3").draft_head([1])
-
-
-# --- prepare ----------------------------------------------------------------------------------------------------------
-
-
-def test_prepare_reads_checks_and_gathers(tmp_path: pathlib.Path, make_target: Callable[..., Any]) -> None:
-    target, file = make_target("qwen3_5", **tiny.HYBRID), tmp_path / "v.json"
-    env = PrepareEnv(target=target)
-    assert mtp.prepare(MtpConfig(), env) is None
-    DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB).write(file)
-    shared = mtp.prepare(MtpConfig(vocabulary=str(file)), env)
-    assert shared is not None
-    assert list(shared.head.tokens) == [4, 9]
-    assert [i for i, inside in enumerate(shared.inside) if inside] == [4, 9]
-    DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB + 1).write(file)
-    with pytest.raises(ConfigError, match="for another model"):
-        mtp.prepare(MtpConfig(vocabulary=str(file)), env)
-
-
-def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> None:
-    class Plain(TableModel):
-        def draft_head(self, tokens: Any) -> Any:
-            return ForwardPass.draft_head(self, tokens)
-
-    file = tmp_path / "v.json"
-    DraftVocabulary(tokens=(1,), vocab_size=5).write(file)
-    with pytest.raises(UnsupportedError, match="offers no pruned draft head"):
-        mtp.prepare(MtpConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))
 
 
 # --- the kit ----------------------------------------------------------------------------------------------------------
@@ -236,3 +173,14 @@ SPEC = attrs.evolve(mtp.specdec_drafters()[0], config=ManyTurns, prepare=_prepar
 @parametrize_checks(drafter=SPEC, effort="sample")
 def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
     check()
+
+
+def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> None:
+    class Plain(TableModel):
+        def draft_head(self, tokens: Any) -> Any:
+            return ForwardPass.draft_head(self, tokens)
+
+    file = tmp_path / "v.json"
+    DraftVocabulary(tokens=(1,), vocab_size=5).write(file)
+    with pytest.raises(UnsupportedError, match="offers no pruned draft head"):
+        mtp.prepare(MtpConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))

@@ -88,40 +88,6 @@ def test_the_choice_is_a_function_of_the_tokens(
     event(f"full: {full}")
 
 
-def test_a_new_generation_starts_with_the_pruned_head() -> None:
-    """What was generated is prompt now: its ids are added, its misses count no more."""
-    followed = choice(range(10))
-    tokens = [1, *range(10, 30)]
-    assert followed.follow(Context(tokens, generated_from=1)) is None
-    head = followed.follow(Context(tokens, generated_from=len(tokens)))
-    assert head is not None
-    assert set(head.tokens) == {*range(10), *tokens}
-    assert followed.share == 0
-
-
-def test_falling_back_and_coming_back() -> None:
-    """A scripted sequence: known text, then text outside, then known text again; the report tells each time."""
-    followed = choice(range(10), max_miss=0.1, max_extra=0)
-    tokens = [0] * 20
-    told = []
-    for token in [3] * 30 + [33] * 30 + [4] * 200:
-        tokens.append(token)
-        head = followed.follow(Context(tokens, generated_from=20))
-        told.append((head is None, followed.report()))
-    full = [is_full for is_full, _ in told]
-    first, last = full.index(True), len(full) - 1 - full[::-1].index(True)
-    assert first == 30 + 6  # the seventh miss: 1 - (63/64)^7 > 0.1
-    assert all(full[first : last + 1])  # no flapping
-    assert last > 60  # stays while the share falls from its peak to half of the limit
-    reason = "10% of the last tokens were outside the draft vocabulary, more than max_miss (0.1)"
-    assert told[first][1]["reason"] == reason
-    assert "more than half of max_miss (0.1)" in told[last][1]["reason"]
-    assert told[last][1]["outside"] > 0.05
-    report = told[-1][1]
-    assert (report["head"], report["reason"], report["vocabulary"], report["extra"]) == ("pruned", "", 10, 0)
-    assert (report["pruned_drafts"], report["full_drafts"]) == (full.count(False), full.count(True))
-
-
 def test_added_rows_are_asked_for_once() -> None:
     head = Head(tuple(range(10)), [])
     followed = HeadChoice(PreparedVocabulary.of(head, VOCAB), max_miss=1.0, max_extra=100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
@@ -100,27 +99,6 @@ def test_the_segments_are_those_of_the_tokenizer_itself(text, pair):
     assert read.ids == draft.encode(text)
 
 
-def test_text_without_spaces_is_cut_too():
-    target = TOKENIZERS["bytes"]
-    read = transcript(("bytes", "other bytes"))
-    tokens = target.encode("x" * 1000)
-    for end in range(1, len(tokens)):
-        read.follow(tokens[:end])
-        assert len(read.ids) - read.closed <= LONGEST_SEGMENT
-
-
-def test_special_tokens_become_those_of_the_same_string_or_nothing():
-    target, draft = TOKENIZERS["other bytes"], TOKENIZERS["bytes"]
-    end, user = target.core.token_to_id("<|end|>"), target.core.token_to_id("<|user|>")
-    read = Transcript(target, draft)
-    read.follow([*target.encode("in"), user, *target.encode("the"), end, *target.encode("ab")])
-    assert [draft.piece(i) for i in read.ids] == ["in", "the", "<|end|>", "ab"]
-    assert read.text == "ab"
-    pieces = Transcript(target, TOKENIZERS["pieces"])
-    pieces.follow(target.encode("in the"))
-    assert [TOKENIZERS["pieces"].piece(i) for i in pieces.ids] == ["<s>", "▁", "in", "▁", "the"]
-
-
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,38 +135,6 @@ def test_text_that_the_target_would_have_written_itself_gives_its_own_tokens(wor
     read.follow(tokens[:cut])
     rest = target.decode(tokens)[len(target.decode(tokens[:cut])) :]
     assert continuation(target, tokens[:cut], read.text, rest, target.vocab_size) == tokens[cut:]
-
-
-@pytest.mark.parametrize(
-    ("context", "text", "wanted"),
-    [
-        ("the", "n", None),  # merges to "then": the committed "the" would not stand there
-        ("the", " a", [" a"]),
-        ("the", "", []),
-        ("in the", " theory<|end|> ab", [" theory"]),  # nothing from a special token on
-    ],
-)
-def test_a_draft_that_would_change_committed_tokens_is_none(context, text, wanted):
-    target = byte_level((*WORDS, "then"))
-    tokens = target.encode(context)
-    got = continuation(target, tokens, context, text, target.vocab_size)
-    assert got == (None if wanted is None else [i for piece in wanted for i in target.encode(piece)])
-
-
-def test_incomplete_characters_are_no_text():
-    target = byte_level(("in",))
-    tokens = target.encode("in日")
-    read = Transcript(target, TOKENIZERS["bytes"])
-    for end, said in ((1, "in"), (2, "in"), (3, "in"), (4, "in日")):
-        read.follow(tokens[:end])
-        assert read.text == said
-        found = continuation(target, tokens[:end], read.text, " in", target.vocab_size)
-        assert (found is None) == (end in (2, 3))
-    plain = byte_level(())
-    three = plain.encode("日")
-    spelling = Transcript(target, plain)
-    spelling.follow(target.encode("in"))
-    assert [spelling.spelt(three[:n]) for n in (1, 2, 3)] == ["", "", "日"]
 
 
 @given(data=st.data(), pair=pairs)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import specdec
 from specdec.config import Choice
 from specdec.errors import PromptError, UnsupportedError
-from specdec.hosting import StreamTrace, TraceWriter, read_trace, recorded_drafter, replay, replayed_cycles
+from specdec.hosting import TraceWriter, read_trace, replay
 from tests.selection import examples
 
 TOKENS = st.lists(st.integers(0, 9), max_size=4)
@@ -48,19 +47,6 @@ def test_what_was_recorded_is_read_again(tmp_path_factory, sections, lost):
     if lost < len(data.splitlines()[-1]) and len(data.splitlines()) > 1:
         path.write_bytes(data[: len(data) - lost])  # a process that was ended in the middle of a line
         read_trace(path)
-
-
-def test_a_rewind_begins_another_request(tmp_path):
-    writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
-    number = writer.begin([1, 2, 3])
-    writer.draft(number, 3, 2, [])
-    writer.commit(number, [4, 5])
-    writer.rewind(number, 4)
-    writer.commit(number, [6])
-    writer.draft(number, 5, 2, [])
-    first, second = read_trace(tmp_path / "t").requests
-    assert (first.prompt, first.tokens) == ((1, 2, 3), (4, 5))
-    assert (second.prompt, second.tokens) == ((1, 2, 3, 4), (6,))
 
 
 HEADER = {"specdec": "trace", "version": 1, "vocab_size": 10}
@@ -127,17 +113,6 @@ def test_a_recording_goes_on_after_one_that_was_cut_anywhere(tmp_path_factory, c
     assert (last.prompt, last.tokens) == ((3, 4), (7,))
 
 
-def test_a_whole_last_line_that_is_not_json_is_refused(tmp_path):
-    path = tmp_path / "t"
-    writer = TraceWriter(path, host="h", drafter=Choice("ngram"), vocab_size=10)
-    writer.commit(writer.begin([1, 2]), [7])
-    writer.close()
-    with path.open("a") as file:
-        file.write("garbage\n")
-    with pytest.raises(PromptError, match=r"line \d+ of the trace is not JSON"):
-        read_trace(path)
-
-
 @pytest.mark.parametrize("text", ["a shopping list\nmilk", '{"specdec": "costs"}\n', '{"specdec":"tra', "[1]\n"])
 def test_a_trace_is_not_appended_to_another_file(tmp_path, text):
     path = tmp_path / "t"
@@ -170,21 +145,3 @@ def test_a_replay_finds_a_draft_that_is_not_the_engines(tmp_path):
     (request,) = read_trace(tmp_path / "t").requests
     (difference,) = replay(request)
     assert (difference.position, difference.recorded, difference.drafted) == (8, (3, 9), (3, 1))
-
-
-def test_the_engine_and_a_host_draft_the_same(tmp_path):
-    lm = specdec.load(drafter="ngram", depth=4)
-    stream = lm.stream("for i in range(10):\n    print(i)\nfor i in range(", max_new_tokens=40, ignore_eos=True)
-    trace = StreamTrace(tmp_path / "t", lm, stream)
-    stream.on_cycle = trace.add
-    assert stream.result.tokens
-    assert trace.failure is None
-    (request,) = read_trace(tmp_path / "t").requests
-    assert len(request.tokens) == 40
-    assert sum(len(drafting.drafted) for drafting in request.rounds) > 10
-    assert replay(request) == []
-    cycles = list(
-        replayed_cycles(recorded_drafter(request.drafter, request.vocab_size), request.prompt, request.tokens, 4)
-    )
-    assert sum(accepted + 1 for _, accepted in cycles) == 40
-    assert len(cycles) == len(request.rounds)

@@ -9,14 +9,12 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter, Stats
+from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter
 from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
-from specdec.measuring.drafts import commonest, log_rows
-from specdec.measuring.runs import Measurement, Run
+from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance
+from specdec.measuring.drafts import log_rows
+from specdec.measuring.runs import Run
 from specdec.records.cost_table import CostTable
 from tests import tiny
 
@@ -93,73 +91,6 @@ def test_counters_of_a_script(scripted):
     assert [one.cost for one in report.costs] == pytest.approx([COSTS.cycle(k) / 1.1 for k in (1, 2, 3, 4)])
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(
-    st.lists(st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6),
-    st.integers(1, 40),
-)
-def test_the_counters_are_the_engines_own(checkpoint, make_target, script, count):
-    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
-    lm = tiny.make_lm(folder, target, ignore_eos=True)
-    ids = lm.tokenizer.encode(PROMPT)
-    truth = tiny.plain_run(target, ids, 60)
-    factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-    lm = with_drafter(lm, factory=factory)
-    result = lm.generate(PROMPT, max_new_tokens=count)  # at depth 3, as make_lm has it
-    stats: Stats = result.stats
-    report = measure_acceptance(lm, prompts("one"), depth=3, costs=COSTS, max_new_tokens=count)
-    (group,) = report.classes
-    padded = [[*counts, 0, 0, 0][:3] for counts in (stats.offered, stats.reached, stats.accepted)]
-    assert [[getattr(p, name) for p in group.positions] for name in ("offered", "reached", "accepted")] == padded
-    assert (group.tokens, group.cycles) == (stats.tokens, stats.cycles)
-    assert [row["class"] for row in report.rows()] == ["one"] * 3 + ["(all)"] * 3
-
-
-def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> Run:
-    """A run from ``(asked, drafted, accepted)``."""
-    done = [drafted(9, asked, range(length), accepted) for asked, length, accepted in cycles]
-    return Run(prompt=Prompt(kind=kind, text="x"), prompt_tokens=(1,), tokens=(0,) * tokens, cycles=tuple(done))
-
-
-def test_a_drafter_that_is_often_silent_pays_for_the_drafts_it_makes():
-    """Three cycles in four without a draft cost a plain step each; the fourth emits three tokens."""
-    seconds = [1.0, 1.5, 2.0]
-    run = made_run("a", [(2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 2, 2)], 6)
-    group = summarise("a", [run], seconds)
-    assert [p.offered for p in group.positions] == [1, 1]
-    assert [p.cumulative for p in group.positions] == [1.0, 1.0]
-    assert [p.tokens for p in group.predictions] == [1.25, 1.5]
-    assert [p.speedup for p in group.predictions] == pytest.approx([5 / 4.5, 6 / 5.0])
-
-
-def test_intervals_are_over_prompts():
-    """Ten prompts that are all alike leave no doubt, however few tokens they have."""
-    alike = [made_run("a", [(2, 2, 1), (2, 2, 2)], 5) for _ in range(10)]
-    group = summarise("a", alike, [1.0, 1.1, 1.2])
-    assert group.best is not None
-    assert group.best.interval == pytest.approx((group.best.speedup, group.best.speedup))
-    assert group.verdict is Advice.TURN_ON
-    mixed = [made_run("a", [(2, 2, 2 if i % 2 else 0)] * 50, 150) for i in range(10)]
-    wide = summarise("a", mixed, [1.0, 1.1, 1.2])
-    low, high = wide.positions[0].cumulative_interval or (0, 0)
-    assert high - low > 0.4  # a thousand tokens, but ten prompts
-    second = wide.positions[1]  # reached by every second prompt, and then always right
-    assert (second.cumulative, second.conditional) == (0.5, 1.0)
-    assert second.cumulative_interval == (low, high)
-    assert second.conditional_interval == (1.0, 1.0)
-
-
-def test_costs_that_no_draft_can_pay_for(scripted):
-    lm = scripted([(4, 4)])
-    dear = CostTable(verify={1: 1.0, 5: 9.0}, draft={0: 0.0, 4: 4.0}, commit=0.0)
-    report = measure_acceptance(lm, prompts("one", count=8), depth=4, costs=dear, max_new_tokens=8)
-    assert [one.break_even for one in report.costs] == [None] * 4
-    assert report.classes[0].verdict is Advice.NOT_WORTH_IT
-    assert report.classes[0].best is not None
-    assert report.classes[0].best.depth == 1  # the least bad one
-
-
 def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
     lm = scripted([(4, 1)])
     seen: list[str] = []
@@ -180,41 +111,6 @@ def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
     assert (report.partial, report.done, report.planned) == (True, 3, 6)
     assert [(group.name, group.prompts) for group in report.classes] == [("a", 2), ("b", 1)]
     assert report.overall.prompts == 3
-
-
-def test_an_interrupted_prompt_is_not_counted(scripted):
-    lm = scripted([(4, 1)])
-
-    class Stopping(Scripted):
-        def propose(self, context: Context, depth: int) -> Draft:
-            if self.cycle == 2:
-                run.stop()  # a signal in the middle of the first prompt
-            return super().propose(context, depth)
-
-    lm = with_drafter(lm, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], env.target.info.vocab_size))
-    run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
-    report = run.run()
-    assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
-    assert [row["verdict"] for row in report.rows()] == [None] * 4
-    json.dumps(report.to_dict(), allow_nan=False)
-
-
-@pytest.mark.parametrize(("factor", "told"), [(1.4, False), (9.0, True)])
-def test_a_clock_that_contradicts_the_costs_is_told(scripted, monkeypatch, factor, told):
-    """The costs were measured on a quiet machine, the run on a busy one, or the other way round."""
-    right = Measurement._generate
-
-    def timed(*args: Any) -> Run | None:
-        run, seconds = right(*args), factor * COSTS.cycle(4)
-        assert run is not None
-        times = {"draft_seconds": 0.0, "verify_seconds": seconds, "commit_seconds": 0.0}
-        return attrs.evolve(run, cycles=tuple(attrs.evolve(cycle, **times) for cycle in run.cycles))
-
-    monkeypatch.setattr(Measurement, "_generate", timed)
-    report = measure_acceptance(scripted([(4, 4)]), prompts("a"), depth=4, costs=COSTS, max_new_tokens=20)
-    assert any("times what the costs say" in notice for notice in report.notices) == told
-    assert report.overall.cycle_seconds == pytest.approx(factor * COSTS.cycle(4))
-    assert report.overall.clocked == pytest.approx(report.overall.predictions[-1].speedup / factor)
 
 
 def test_a_drafter_that_fails_is_told(scripted):
@@ -297,10 +193,18 @@ def test_a_row_of_the_log_has_drafted_beside_actual():
     assert (rows[2]["actual"], rows[2]["mismatch"]) == ([], 0)
 
 
-def test_the_commonest_mismatches():
-    found = commonest([lettered(), lettered()], Letters(), 5)  # type: ignore[arg-type]
-    assert [(one.drafted, one.actual, one.count, one.share) for one in found] == [
-        ("x", "d", 2, 0.5),
-        ("x", "g", 2, 0.5),
-    ]
-    assert len(commonest([lettered()], Letters(), 1)) == 1  # type: ignore[arg-type]
+def test_an_interrupted_prompt_is_not_counted(scripted):
+    lm = scripted([(4, 1)])
+
+    class Stopping(Scripted):
+        def propose(self, context: Context, depth: int) -> Draft:
+            if self.cycle == 2:
+                run.stop()  # a signal in the middle of the first prompt
+            return super().propose(context, depth)
+
+    lm = with_drafter(lm, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], env.target.info.vocab_size))
+    run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
+    report = run.run()
+    assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
+    assert [row["verdict"] for row in report.rows()] == [None] * 4
+    json.dumps(report.to_dict(), allow_nan=False)

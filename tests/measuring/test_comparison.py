@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import pathlib
 import socket
 import threading
 from typing import Any
@@ -16,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, Text, compare
+from specdec.measuring.comparison import END, Comparison, ComparisonReport
 from specdec.measuring.divergences import ROUNDING, Verdict
-from specdec.measuring.plots import plot_audit
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
@@ -98,15 +95,6 @@ def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_f
     assert any("say which with --tolerance" in one.reason for one in unknown.divergences)
 
 
-@pytest.mark.parametrize("forms", [("ids", "text"), ("text", "ids"), ("ids", "ids"), ("text", "text")])
-def test_ids_and_texts_are_compared_in_one_form(forms: tuple[str, str]) -> None:
-    """Equal texts were told as a bug: the one server's tokens were ids, the other's texts."""
-    plain = ToyEngine(Toy(), forms[0])
-    assert audited(plain, ToyEngine(Toy(depth=3), forms[1])).divergences == ()
-    wrong = audited(plain, ToyEngine(Toy(depth=3, keeps=1), forms[1])).divergences
-    assert [(one.position, one.verdict) for one in wrong] == [(5, Verdict.REAL)] * len(PROMPTS)
-
-
 @pytest.mark.parametrize("form", ["ids only", "marked"])
 def test_equal_tokens_with_different_names_end_the_audit(form: str) -> None:
     with pytest.raises(UnsupportedError, match="name their tokens differently"):
@@ -184,16 +172,6 @@ def judged(plain: Answer, other: Answer, again: Answer, *, temperature: float = 
     return report.divergences[0]
 
 
-@given(gap=st.floats(0, 5), tolerance=st.none() | st.floats(0, 5))
-def test_the_verdict_follows_the_gap(gap: float, tolerance: float | None) -> None:
-    plain, other = answers(gap)
-    one = judged(plain, other, plain, tolerance=tolerance)
-    tie, real = (1e-3, 0.25) if tolerance is None else (tolerance, tolerance)
-    found = one.gap  # ``gap`` up to the rounding of a sum
-    assert found == pytest.approx(gap, abs=1e-9)
-    assert one.verdict is (Verdict.TIE if found <= tie else Verdict.REAL if found > real else Verdict.UNKNOWN)
-
-
 def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:
     """A control that changed a token at a gap of 1 makes smaller gaps no bug; so do other log-probabilities."""
     plain, other = answers(0.9)
@@ -203,16 +181,6 @@ def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:
     assert judged(plain, other, plain, tolerance=ROUNDING["float32"]).verdict is Verdict.REAL
     one = judged(plain, other, noisy, tolerance=ROUNDING["float32"])
     assert (one.verdict, "plain against plain" in one.reason) == (Verdict.UNKNOWN, True)
-
-
-@pytest.mark.parametrize(("apart", "verdict"), [(0.0, Verdict.TIE), (0.1, Verdict.UNKNOWN), (1.36, Verdict.REAL)])
-def test_equal_tokens_with_other_log_probabilities_have_a_verdict(apart: float, verdict: Verdict) -> None:
-    plain, _ = answers(3.0)
-    other = attrs.evolve(plain, steps=(Step("a", -0.1 - apart, {"a": -0.1 - apart}), plain.steps[1]))
-    pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
-    fields = {"plain": "", "speculative": "", "request": REQUEST, "done": 1, "planned": 1, "tokens": 2, "gaps": ()}
-    report = ComparisonReport(**fields, speculation=pairing, control=Pairing())
-    assert (report.logprobs_verdict, report.divergences) == (verdict, ())
 
 
 def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> None:
@@ -255,46 +223,6 @@ def test_bytes_and_ends_are_not_judged() -> None:
     one = judged(plain, attrs.evolve(plain, text="zz"), plain)
     assert one.verdict is Verdict.UNKNOWN
     assert "text or end differs" in one.reason
-
-
-@given(st.data())
-def test_the_first_difference_is_the_first(data: st.DataObject) -> None:
-    tokens = st.lists(st.sampled_from("ab"), max_size=6)
-    one, two = ("".join(data.draw(tokens)) for _ in range(2))
-    first, second = (Answer(tuple(Step(c, -0.5, {c: -0.5}) for c in text), text, False) for text in (one, two))
-    found, common = compare(Text(0, "", ""), first, second, greedy=True)
-    assert one[:common] == two[:common]
-    if one == two:
-        assert found is None
-    else:
-        assert found is not None
-        assert found.position == common
-        assert one[common : common + 1] != two[common : common + 1]
-
-
-def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    plain, other = answers(math.inf)
-    pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
-    pairing = pairing.after(Text(1, "line 2", "p"), Answer(plain.steps[:1], "a", True), plain, greedy=True)
-    report = ComparisonReport(
-        plain="one",
-        speculative="two",
-        request=REQUEST,
-        done=2,
-        planned=3,
-        tokens=4,
-        gaps=(0.5, math.inf),
-        speculation=pairing,
-        control=Pairing(),
-    )
-    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert told["differ"] == {"count": 2, "share": 1.0}
-    assert told["verdicts"] == {"tie within rounding": 0, "other token with a real gap": 1, "cannot tell": 1}
-    assert [one["gap"] for one in told["differences"]] == [None, None]
-    assert told["partial"] is True
-    plot_audit(report, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import PromptError
-from specdec.measuring.prompts import CHAT_CLASSES, Prompt, choose_prompts, load_prompts, own_prompts
+from specdec.measuring.prompts import CHAT_CLASSES, Prompt, load_prompts
 from specdec.text import Tokenizer
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
@@ -34,17 +34,6 @@ def test_json_lines_come_back_as_they_were_written(tmp_path_factory, rows, empty
             Prompt(kind=kind, text=text, chat=messages or kind in CHAT_CLASSES if chat is None else chat)
         )
     assert load_prompts(file, chat=messages) == wanted
-
-
-def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
-    file = tmp_path / "mine.txt"
-    file.write_bytes("\ufefffirst line\r\n\n  [second] {line}\r\nthird".encode())
-    (name,) = found = load_prompts(file)
-    assert name == "prompts"
-    assert [prompt.text for prompt in found[name]] == ["first line", "  [second] {line}", "third"]
-    assert [prompt.source for prompt in found[name]] == [f"mine.txt, line {n}" for n in (1, 3, 4)]
-    for chat in (False, True):
-        assert {prompt.chat for prompt in load_prompts(file, chat=chat)[name]} == {chat}
 
 
 @pytest.mark.parametrize(
@@ -84,27 +73,6 @@ def test_files_without_prompts_are_refused(tmp_path):
             load_prompts(file)
         assert caught.value.facts["file"] == str(file)
     assert caught.value.facts["line"] == "2"
-
-
-def test_choosing():
-    own = own_prompts()
-    chosen = choose_prompts(own, classes=["code", "factual", "code"], per_class=3)
-    assert chosen == {"code": own["code"][:3], "factual": own["factual"][:3]}
-    assert choose_prompts(own) == own
-    with pytest.raises(PromptError, match="no prompt class 'codes'. Did you mean 'code'"):
-        choose_prompts(own, classes=["codes"])
-    with pytest.raises(PromptError, match="no prompt class is chosen"):
-        choose_prompts(own, classes=[])
-
-
-def test_messages_go_through_the_chat_template_where_there_is_one(checkpoint: Callable[..., pathlib.Path]):
-    tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
-    message = Prompt(kind="instruction", text="Hello", chat=True)
-    wanted = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(message.encode(tokenizer), skip_special=False) == wanted
-    assert tokenizer.decode(Prompt(kind="code", text="Hello").encode(tokenizer)) == "Hello"
-    plain = Tokenizer(tokenizer.core)  # without a template
-    assert message.encode(plain) == plain.encode("Hello")
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint: Callable[..., pathlib.Path]):

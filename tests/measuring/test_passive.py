@@ -15,12 +15,11 @@ from specdec.contract import CycleRecord
 from specdec.decoding.parts import make_verifier
 from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
-from specdec.measuring.drafts import MissedDrafts, by_kind
+from specdec.measuring.drafts import MissedDrafts
 from specdec.measuring.passive import passive
-from specdec.measuring.runs import Run, at_depth, generate, plain
+from specdec.measuring.runs import at_depth, generate, plain
 from specdec.records.cost_table import CostTable
 from tests.decoding.test_sessions import CODE, load, variant
-from tests.measuring.test_acceptance import drafted
 
 __all__ = ["load"]  # a fixture
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
@@ -93,27 +92,6 @@ def test_the_report_of_a_passive_measurement(load: Callable[..., Any]) -> None:
     assert not active.passive
     assert active.overall.tokens_per_cycle == 40 / active.overall.cycles
     assert all(kind["rate"] is None or 0 <= kind["rate"] <= 1 for kind in active.to_dict()["kinds"])
-
-
-def test_kinds_of_tokens_are_counted_by_hand() -> None:
-    """Ten tokens: 7 four times (common: with 8 it covers half), 8 twice, 1 to 3 once, and 99, which is special."""
-    run = Run(
-        prompt=None,
-        prompt_tokens=(7, 7, 8),
-        tokens=(7, 8, 1, 99, 2, 7, 3),
-        cycles=(
-            drafted(3, 3, (7, 8, 5), 2),  # 7 and 8 right, 5 in place of 1
-            drafted(6, 2, (98,), 0),  # in place of 99
-            drafted(7, 3, (2, 7, 3), 3),
-            drafted(9, 1, (3, 4), 1),  # the output ends before the second
-        ),
-    )
-    common, rare, special = by_kind([run], {99})
-    # of 9 others: 7 (4 times) and 8 (twice) cover half
-    assert (common.kind, common.accepted, common.rejected) == ("common", 3, 0)
-    assert (rare.kind, rare.accepted, rare.rejected) == ("rare", 3, 1)
-    assert (special.kind, special.accepted, special.rejected, special.rate) == ("special", 0, 1, 0.0)
-    assert [kind.rate for kind in by_kind([], ())] == [None, None, None]
 
 
 def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path: pathlib.Path) -> None:

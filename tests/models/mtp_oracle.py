@@ -4,8 +4,9 @@ It shares no code with specdec: it reads the safetensors itself, has its own att
 state at all. Every answer is computed from the whole list of tokens, so there is nothing to roll back and nothing that
 gets out of step. Positions are 0, 1, 2, ...; row i of a hidden array belongs to token i.
 
-``mutant`` switches one convention to a wrong one that looks plausible (the traps other engines fell into). A test that
-agrees with the right oracle and with a mutant would prove nothing; ``test_mtp_drafts.py`` checks that none does.
+``mistake`` switches one convention to a wrong one: ``silu_gate`` (the attention's output gate is silu in place of
+sigmoid), ``prenorm_hidden`` (h from before the trunk's final norm) or ``prenorm_chain`` (chained steps feed the vector
+from before mtp.norm). ``tests/measuring/test_ablation.py`` compares with them.
 """
 
 from __future__ import annotations
@@ -22,27 +23,13 @@ from safetensors import safe_open
 
 Float64 = NDArray[np.float64]
 
-MUTANTS = {
-    "silu_gate": "attention output gate silu(g) in place of sigmoid(g)",
-    "prenorm_hidden": "h from before the final norm of the trunk",
-    "prenorm_chain": "chained steps feed the vector from before mtp.norm",
-    "no_offset_pre_fc": "w in place of 1 + w in the two norms before fc",
-    "no_offset_last": "w in place of 1 + w in mtp.norm",
-    "halves": "query and gate as two halves of q_proj in place of interleaved per head",
-    "hidden_first": "[hidden ; embedding] in place of [embedding ; hidden]",
-    "zero_pair": "an additional first entry (x_0, h = 0), as llama.cpp makes it",
-    "shifted_pair": "h_i paired with x_i in place of x_(i+1)",
-    "stale_chain": "a chained step sees only the true pairs, not the chained entries before it",
-}
-
 
 class MtpOracle:
     """Tokens in, hidden states, logits and drafts out."""
 
-    def __init__(self, folder: pathlib.Path, mutant: str | None = None, noise: float = 0.0) -> None:
+    def __init__(self, folder: pathlib.Path, mistake: str | None = None, noise: float = 0.0) -> None:
         """``noise``: relative, added to every weight."""
-        assert mutant is None or mutant in MUTANTS
-        self.mutant, self._folder, rng = mutant, folder, np.random.default_rng(0)
+        self.mistake, self._folder, rng = mistake, folder, np.random.default_rng(0)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.c = config.get("text_config", config)
         self.w: dict[str, Float64] = {}
@@ -65,7 +52,7 @@ class MtpOracle:
     def nearby(self) -> MtpOracle:
         """The same with weights that are off by a rounding to float32: how far its answers are from ours is how much
         they depend on rounding."""
-        return MtpOracle(self._folder, self.mutant, 2.0**-23)
+        return MtpOracle(self._folder, self.mistake, 2.0**-23)
 
     # --- the trunk ---------------------------------------------------------------------------------------------------
 
@@ -83,8 +70,8 @@ class MtpOracle:
         """``[n, V]``: row i predicts token i + 1."""
         return self.hidden(tokens)[1] @ self.head.T
 
-    def _rms(self, x: Float64, offset: Float64, *, plus: float = 1.0) -> Float64:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * (plus + offset)
+    def _rms(self, x: Float64, offset: Float64) -> Float64:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * (1 + offset)
 
     def _mlp(self, y: Float64, at: str) -> Float64:
         gate, up, down = (self.w[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -94,11 +81,8 @@ class MtpOracle:
         rows, heads, kv, dim = len(y), self.c["num_attention_heads"], self.c["num_key_value_heads"], self.c["head_dim"]
         at += "self_attn."
         pair = y @ self.w[at + "q_proj.weight"].T
-        if self.mutant == "halves" and at.startswith("mtp."):
-            q, gate = pair[:, : heads * dim].reshape(rows, heads, dim), pair[:, heads * dim :].reshape(rows, heads, dim)
-        else:
-            pair = pair.reshape(rows, heads, 2 * dim)
-            q, gate = pair[..., :dim], pair[..., dim:]
+        pair = pair.reshape(rows, heads, 2 * dim)
+        q, gate = pair[..., :dim], pair[..., dim:]
         k = (y @ self.w[at + "k_proj.weight"].T).reshape(rows, kv, dim)
         v = (y @ self.w[at + "v_proj.weight"].T).reshape(rows, kv, dim)
         q = self._rotate(self._rms(q, self.w[at + "q_norm.weight"]))
@@ -153,12 +137,7 @@ class MtpOracle:
     def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[Float64]]:
         """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
         before, after = self.hidden(tokens[:-1])
-        true_hidden = list(before if self.mutant == "prenorm_hidden" else after)
-        true_tokens = list(tokens[:-1] if self.mutant == "shifted_pair" else tokens[1:])
-        if self.mutant == "zero_pair":
-            true_hidden.insert(0, np.zeros(self.c["hidden_size"]))
-            true_tokens.insert(0, tokens[0])
-        hidden, paired = list(true_hidden), list(true_tokens)
+        hidden, paired = list(before if self.mistake == "prenorm_hidden" else after), list(tokens[1:])
         drafted: list[int] = []
         logits: list[Float64] = []
         for _ in range(depth):
@@ -166,25 +145,20 @@ class MtpOracle:
             row = normed[-1] @ self.mtp_head.T
             drafted.append(int(row.argmax()))
             logits.append(row)
-            if self.mutant == "stale_chain":
-                hidden, paired = list(true_hidden), list(true_tokens)
-            hidden.append(unnormed[-1] if self.mutant == "prenorm_chain" else normed[-1])
+            hidden.append(unnormed[-1] if self.mistake == "prenorm_chain" else normed[-1])
             paired.append(drafted[-1])
         return drafted, logits
 
     def mtp(self, tokens: Sequence[int], hidden: Float64) -> tuple[Float64, Float64]:
         """The head over all pairs ``(hidden[j], tokens[j])``: ``[n, H]`` before and after ``mtp.norm``."""
-        plus = 0.0 if self.mutant == "no_offset_pre_fc" else 1.0
-        embedded = self.mtp_table[list(tokens)]
-        e = self._rms(embedded, self.w["mtp.pre_fc_norm_embedding.weight"], plus=plus)
-        h = self._rms(hidden, self.w["mtp.pre_fc_norm_hidden.weight"], plus=plus)
-        parts = (h, e) if self.mutant == "hidden_first" else (e, h)
-        x = np.concatenate(parts, axis=-1) @ self.w["mtp.fc.weight"].T
+        e = self._rms(self.mtp_table[list(tokens)], self.w["mtp.pre_fc_norm_embedding.weight"])
+        h = self._rms(hidden, self.w["mtp.pre_fc_norm_hidden.weight"])
+        x = np.concatenate((e, h), axis=-1) @ self.w["mtp.fc.weight"].T
         at = "mtp.layers.0."
         y = self._rms(x, self.w[at + "input_layernorm.weight"])
-        x = x + self._attention(y, at, "silu" if self.mutant == "silu_gate" else "sigmoid")
+        x = x + self._attention(y, at, "silu" if self.mistake == "silu_gate" else "sigmoid")
         x = x + self._mlp(self._rms(x, self.w[at + "post_attention_layernorm.weight"]), at)
-        return x, self._rms(x, self.w["mtp.norm.weight"], plus=0.0 if self.mutant == "no_offset_last" else 1.0)
+        return x, self._rms(x, self.w["mtp.norm.weight"])
 
 
 def _sigmoid(x: Float64) -> Float64:

@@ -96,11 +96,6 @@ def test_defaults_that_transformers_writes_are_taken() -> None:
             family_of(text_config(written), FOLDER)
 
 
-def test_the_message_has_the_key_its_value_and_the_family() -> None:
-    with pytest.raises(CheckpointError, match="'logit_scale' = 0.5 .* family 'llama'"):
-        parsed("Llama-3.1-8B", {"logit_scale": 0.5})
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -119,11 +114,6 @@ def test_the_message_has_the_key_its_value_and_the_family() -> None:
 def test_a_variant_that_the_family_has_not_is_refused(name: str, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(changes))):
         parsed(name, changes)
-
-
-def test_a_sliding_window_that_is_switched_off_is_taken() -> None:
-    changes = {"use_sliding_window": False, "sliding_window": 4096}
-    assert parsed("Llama-3.1-8B", changes) == parsed("Llama-3.1-8B", {})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}

@@ -6,61 +6,10 @@ and by transformers.
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from specdec.checkpoints import Checkpoint, StoredWeights, check_weights
-from specdec.errors import CheckpointError
-from specdec.models.weights import dry_run
-from tests import tiny
 from tests.tiny_families import SHAPES
-
-
-def test_fused_experts_are_views_of_the_file(make_target: Callable[..., Any]) -> None:
-    """A copy of all experts would double the memory of a model that barely fits."""
-    target = make_target("qwen3_5_moe", **SHAPES["qwen3_5_moe"]["fused-head-apart"])
-    gates, ups, downs = target.model.layers[0].mlp.experts
-    inner, hidden = gates[0].shape
-    assert ups[0].data_ptr() - gates[0].data_ptr() == 4 * inner * hidden
-    assert gates[1].data_ptr() - gates[0].data_ptr() == 8 * inner * hidden
-    assert downs[1].data_ptr() - downs[0].data_ptr() == 4 * inner * hidden
-
-
-def test_a_missing_expert_is_named(tmp_path: pathlib.Path) -> None:
-    folder = tiny.WRITERS["glm4_moe"](tmp_path / "model", mtp=False)
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.3\.up_proj"):
-        tiny.make_target(folder)
-
-
-@pytest.mark.parametrize("mtp", [True, False])
-def test_qwen3_next_has_a_head_when_its_tensors_are_there(mtp: bool, checkpoint: Callable[..., pathlib.Path]) -> None:
-    """The config says nothing about it."""
-    folder = checkpoint("qwen3_next", mtp=mtp)
-    assert "mtp_num_hidden_layers" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    target = tiny.make_target(folder)
-    assert target.info.mtp_layers == int(mtp)
-    assert (target.model.mtp is not None) == mtp
-    tiny.plain_run(target, [1, 2, 3], 2)
-
-
-def test_nothing_is_unused_in_any_checkpoint(checkpoint: Callable[..., pathlib.Path]) -> None:
-    from specdec.registry import registry
-
-    for family, shapes in SHAPES.items():
-        for name, shape in shapes.items():
-            opened = Checkpoint.open(checkpoint(family, dtype="float32", **shape))
-            spec = registry().model(family if family != "qwen3_5_moe" else "qwen3_5_moe_text")
-            found = check_weights(opened, dry_run(spec, spec.parse(opened.config), StoredWeights(opened)).tensors)
-            assert (found.missing, found.unused, found.misshaped) == ([], [], []), (family, name)
 
 
 def test_the_latent_cache_holds_one_compressed_row_per_token(make_target: Callable[..., Any]) -> None:

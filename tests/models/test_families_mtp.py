@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -22,8 +21,6 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from specdec.contract import Needs
-from specdec.models.decoder import Attention
-from tests import tiny
 from tests.comparisons import record
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
@@ -317,23 +314,3 @@ def test_pairs_leave_the_same_bits_however_they_are_fed(
         torch.testing.assert_close(other, first, **rounding)
     half = len(caches[0])
     torch.testing.assert_close(first[half : 2 * half], first[:half], **rounding)
-
-
-def test_a_mixer_that_is_called_in_another_way_is_not_filled_in_the_old_one(make_target: Callable[..., Any]) -> None:
-    """A subclass that overrides ``__call__`` alone, as a plugin may."""
-    target = make_target("qwen3_5", kernels="torch", **tiny.QWEN3_5_SHAPES["mixed-layers"])
-    layer = target.model.mtp.layer
-
-    class Reversed(Attention):
-        def __call__(self, x: Any, residual: Any, cache: Any) -> Any:
-            return super().__call__(-x, residual, cache)
-
-    own = Reversed(**{field.name: getattr(layer.mixer, field.name) for field in attrs.fields(Attention)})
-    x = torch.randn(20, target.info.hidden_size, generator=torch.Generator().manual_seed(0))
-    for mixer in (layer.mixer, own):
-        one = attrs.evolve(layer, mixer=mixer)
-        called, filled = one.new_cache(20), one.new_cache(20)
-        one(x, called)
-        one.fill(x, filled)
-        assert torch.equal(called.keys, filled.keys)
-        assert torch.equal(called.values, filled.values)

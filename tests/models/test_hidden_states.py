@@ -168,12 +168,3 @@ def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(
                 specdec.load(str(checkpoint("qwen3")), drafter="needy", depth=1)
         finally:
             use_registry(former)
-
-
-def test_needs_add_up() -> None:
-    """What serves several drafters: the union, and all rows of a prompt where one of them wants them."""
-    last = Needs(boundaries=(3, 1), prompt_rows="last")
-    assert (last | Needs(mtp=True)).prompt_rows == "last"
-    both = last | Needs(final_hidden=True, boundaries=[2, 3])
-    assert (both.boundaries, both.final_hidden, both.prompt_rows) == ((1, 2, 3), True, "all")
-    assert not (Needs(mtp=True) | Needs()).hidden

@@ -16,30 +16,12 @@ import specdec
 from specdec.checkpoints.description import CheckpointReport
 from specdec.cli import main
 from tests import tiny
-from tests.models.test_public_configs import PUBLISHED, moe, qwen3_5
+from tests.models.test_public_configs import PUBLISHED
 
 
 def report_on(config: dict[str, Any], folder: pathlib.Path) -> CheckpointReport:
     (folder / "config.json").write_text(json.dumps(config))
     return specdec.inspect_checkpoint(str(folder))
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_released_models(name: str, tmp_path: pathlib.Path) -> None:
-    config, billions, mtp_millions = PUBLISHED[name]
-    told = report_on(config, tmp_path)
-    assert not told.weights_present
-    assert round(told.total_parameters / 1e9, 3) == billions
-    if mtp_millions is not None:
-        assert round(told.parameters["mtp"] / 1e6, 1) == mtp_millions
-        assert told.mtp == "1 layer, shares the main head"
-
-
-def test_parameters_of_the_largest_one(tmp_path: pathlib.Path) -> None:
-    """Qwen3.8-2.4T-A95B: 2419.805 billion, and 26.378 billion in its MTP head."""
-    told = report_on(qwen3_5(92, 8192, 64, 4, 128, tied=False, **moe(2048, 512, 10)), tmp_path)
-    assert round(told.total_parameters / 1e9, 3) == 2419.805
-    assert round(told.parameters["mtp"] / 1e9, 3) == 26.378
 
 
 @pytest.mark.parametrize(
@@ -64,31 +46,6 @@ def test_bytes_of_a_decode_step(
     assert state_megabytes <= step.state / 2e6 <= state_megabytes * 1.05
 
 
-def test_formats_and_stored_bytes(tmp_path: pathlib.Path) -> None:
-    """A matrix in FP8 blocks is one weight of its decoded shape; the bytes are those of the file."""
-    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16", intermediate=200)
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    name = next(key for key in weights if key.endswith("layers.0.mlp.gate_proj.weight"))
-    rows, columns = weights[name].shape
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
-    scale = torch.ones(math.ceil(rows / 128), math.ceil(columns / 128))
-    weights[f"{name}_scale_inv"] = scale
-    save_file(weights, file)
-    told = specdec.inspect_checkpoint(str(folder))
-    coded = [row for row in told.formats if row.format.startswith("fp8")]
-    assert [(row.module, row.format, row.weights) for row in coded] == [("MLP", "fp8-block 128x128", 1)]
-    assert (coded[0].parameters, coded[0].stored_bytes) == (rows * columns, rows * columns + 4 * scale.numel())
-    assert sum(row.stored_bytes for row in told.formats) == told.size_bytes
-    assert not told.unused
-    assert not told.missing
-    assert not told.problems
-    assert told.decode_step is not None
-    saved = told.decode_step.weights - told.decode_step.stored
-    wide = sum(row.parameters for row in told.formats if row.format == "f32")  # A_log and the like, 2 bytes too many
-    assert saved == rows * columns - 4 * scale.numel() - 2 * wide
-
-
 def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
     """What can be told is told, with the plugin that would run it."""
     save_file({"h.0.attn.c_attn.weight": torch.ones(4, 12)}, tmp_path / "model.safetensors")
@@ -99,21 +56,6 @@ def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
     told = report_on({"model_type": "t5", "is_encoder_decoder": True}, tmp_path)
     assert "encoder-decoder" in told.taken_by
     assert "specdec-transformers" not in told.taken_by
-
-
-def test_weights_that_cannot_be_decoded_are_problems(tmp_path: pathlib.Path) -> None:
-    """A missing scale is seen in the headers, a scale of NaN only in the values; both are told, each once."""
-    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16", intermediate=200)
-    weights = load_file(folder / "model.safetensors")
-    lone, broken = (f"model.layers.{i}.mlp.gate_proj.weight" for i in (0, 1))
-    for name in (lone, broken):
-        weights[name] = weights[name].to(torch.float8_e4m3fn)
-    weights[f"{broken}_scale"] = torch.tensor(math.nan)
-    save_file(weights, folder / "model.safetensors")
-    told = specdec.inspect_checkpoint(str(folder))
-    assert len(told.problems) == 2
-    assert f"{lone} (F8_E4M3 [200, 48]) needs" in told.problems[0]
-    assert told.problems[1] == f"the scale {broken}_scale holds NaN or infinity"
 
 
 def info(*arguments: object) -> tuple[int, str, str]:
@@ -157,15 +99,6 @@ def test_the_command_names_the_plugin_for_a_foreign_checkpoint(tmp_path: pathlib
     assert (status, errors) == (0, "")
     for part in ("none of specdec's reads model_type 'gpt2'", "the plugin specdec-transformers", "f32 1 48 192 bytes"):
         assert part in text
-
-
-def test_the_command_ends_with_status_2_for_what_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    for model, why in ((tmp_path, "model.safetensors is empty"), (tmp_path / "nowhere", "there is no folder")):
-        status, text, errors = info(model)
-        assert (status, text) == (2, "")
-        assert why in errors
 
 
 def test_settings_of_generation_config_that_are_not_used_are_listed() -> None:

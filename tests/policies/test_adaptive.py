@@ -231,6 +231,7 @@ def test_the_clauses_with_a_table(check):
 
 
 @parametrize_checks(depth_policy=DepthPolicySubject(make=lambda: AdaptivePolicy(AdaptiveConfig())))
+@pytest.mark.slow
 def test_the_clauses_without_a_table(check):
     check()
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-import specdec
 from specdec.contract import Context, Draft, Drafter, Sampling
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
@@ -261,37 +260,12 @@ def test_end_tokens_are_allowed_exactly_where_the_text_is_a_sentence(regex, targ
         assert (allowed(processor, output[:length]) & ENDS) == (ENDS if whole else set())
 
 
-def test_nothing_but_the_end_follows_a_finished_text():
-    processor, encode = fresh(GrammarConfig(regex="true|truer")), words.tokenizer().encode
-    first = words.end_tokens()[0]
-    assert allowed(processor, encode("true")) == {*ENDS, *encode("r")}
-    assert allowed(processor, encode("truer")) == ENDS
-    assert allowed(processor, [*encode("true"), first]) == ENDS  # after an end token
-    assert allowed(processor, encode("tx")) == ENDS  # after what is no beginning of a sentence
-    assert allowed(processor, encode("tru")) == set(encode("e"))
-    assert processor.legal([*encode("true"), first, *encode("r")], Context(PROMPT)) == len(encode("true")) + 1
-
-
-def test_an_added_token_that_is_not_special_is_text():
-    processor, (call,) = fresh(GrammarConfig(lark='start: "<tool_call>" "ab"')), words.tokenizer().encode(words.CALL)
-    assert call in allowed(processor, [])
-    assert allowed(processor, [call]) == set(words.tokenizer().encode("ab"))
-
-
 def test_a_padding_token_of_the_model_is_never_allowed():
     processor = fresh(GrammarConfig(regex="(?s:.*)"))
     padding = set(range(words.tokenizer().vocab_size, V))
     assert not allowed(processor, []) & padding
     assert processor.legal(sorted(padding), Context(PROMPT)) == 0
     assert allowed(processor, sorted(padding)) == ENDS
-
-
-def test_a_compiled_grammar_is_kept_and_not_shared():
-    config = GrammarConfig(regex="ab*c")
-    first, second = fresh(config), fresh(config)
-    before = allowed(second, [])
-    allowed(first, words.tokenizer().encode("abb"))
-    assert allowed(second, []) == before
 
 
 # --- what cannot be used ---------------------------------------------------------------------------------------------
@@ -370,16 +344,3 @@ def test_a_grammar_that_no_token_can_spell_says_so():
     assert processor.process(np.zeros(2, np.float32), []).tolist() == [0.0, -np.inf]
     with pytest.raises(UnsupportedError, match="cannot continue after 1 tokens"):
         processor.process(np.zeros(2, np.float32), [0])
-
-
-def test_an_end_that_is_not_allowed_yet_is_named_as_a_reason():
-    lm = specdec.load(drafter="none")
-    with pytest.raises(ConfigError) as caught:
-        lm.generate(
-            "yes or no: ", max_new_tokens=40, min_new_tokens=30, processors=[{"name": "grammar", "regex": "yes|no"}]
-        )
-    assert "a smaller min_new_tokens" in str(caught.value)
-    words = [token for token in range(lm.info.vocab_size) if token not in lm.tokenizer.eos_ids]
-    with pytest.raises(ConfigError, match="no token is allowed here: bans, min_new_tokens") as caught:
-        lm.generate("yes or no: ", max_new_tokens=4, min_new_tokens=2, banned=words)
-    assert "a smaller min_new_tokens" in str(caught.value)

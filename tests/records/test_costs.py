@@ -13,7 +13,7 @@ import specdec
 from specdec.decoding import cycle_timing
 from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, warm_up
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.records.cost_table import CostTable, costs_folder, plausible, read_costs, write_costs
+from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
 
 seconds = st.floats(1e-9, 1e3)
 
@@ -34,15 +34,6 @@ def always_steady(monkeypatch):
     """This machine may be busy with other tests."""
     monkeypatch.setattr("specdec.decoding.cycle_timing.STEADY", float("inf"))
     monkeypatch.setattr("specdec.decoding.cycle_timing.DOUBTED", float("inf"))
-
-
-def other_target(lm: specdec.LanguageModel, **info: Any) -> specdec.LanguageModel:
-    """The same model that says something else of itself."""
-    import copy
-
-    target = copy.copy(lm.target)
-    target.info = attrs.evolve(lm.info, **info)
-    return attrs.evolve(lm, target=target)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -77,23 +68,6 @@ def test_a_cycle_never_costs_less_than_nothing(verify, draft, commit, at):
     assert CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit).cycle(at) > 0.0
 
 
-true_costs = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).map(
-    lambda steps: plausible({rows: 1.0 + sum(steps[: rows - 1]) for rows in range(1, len(steps) + 2)})
-)
-
-
-@given(true=true_costs, data=st.data())
-def test_one_row_that_was_measured_in_a_busy_moment_is_seen_through(true, data):
-    """Costs that can be true stay as they are; an entry that cannot is bounded by the others."""
-    assert plausible(true) == true
-    row, factor = data.draw(st.sampled_from(sorted(true))), data.draw(st.floats(1.0, 1000.0))
-    mended = plausible({**true, row: factor * true[row]})
-    assert all(plausible(true)[r] == s for r, s in mended.items() if r != row)
-    assert true[row] <= mended[row] * (1 + 1e-9)
-    assert mended[row] <= 2.0 * true[row] or row == 1 < len(true) and mended[row] == true[2]
-    assert plausible(mended) == mended
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -123,24 +97,6 @@ def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(
     assert heads == [max(depths) + 1] * head
 
 
-@pytest.mark.slow
-def test_a_load_that_measures_costs_warms_up_as_one_that_finds_them(folder, monkeypatch):
-    """Whatever the measurement has recorded already. What is new to a backend takes ten times as long here."""
-    measured = cycle_timing._Measured.cycle
-    recorded = []
-
-    def cycle(self: Any, depth: int, *, keep: bool = True) -> float:
-        before = self._session.sequence.target._target_passes[()].recordings.keys() - set()
-        measured(self, depth, keep=keep)
-        return 10.0 if self._session.sequence.target._target_passes[()].recordings.keys() - before else 1.0
-
-    monkeypatch.setattr(cycle_timing._Measured, "cycle", cycle)
-    for _ in range(2):
-        target = specdec.load(drafter="mtp", depth="adaptive").target
-        recorded.append([set(passes.recordings) for passes in (target._target_passes[()], target._mtp_passes)])
-    assert all(set(range(1, 8)) <= rows for found in recorded for rows in found)
-
-
 def test_measuring_prices_every_depth_and_changes_nothing(demo):
     before = demo.generate("def add", max_new_tokens=24, ignore_eos=True)
     table = measure_costs(demo, (0, 1, 2, 4), repeats=2, budget_s=float("inf"))
@@ -152,23 +108,10 @@ def test_measuring_prices_every_depth_and_changes_nothing(demo):
     assert demo.generate("def add", max_new_tokens=24, ignore_eos=True).tokens == before.tokens
 
 
-def test_no_verifier_of_the_users_is_called_before_a_generation(demo):
-    lm = attrs.evolve(demo, verifier=None)
-    assert measure_costs(lm, (0, 1)).verify.keys() == {1, 2}
-    warm_up(lm, (1, 2))
-
-
 def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(demo):
     table = measure_costs(demo, budget_s=0.0)
     assert sorted(table.verify) == [1, 7]
     assert sorted(table.draft) == [0, 6]
-
-
-def test_passes_are_priced_where_the_drafter_has_no_opinion():
-    lm = specdec.load(drafter="ngram", depth=2)
-    table = measure_costs(lm, (0, 3), repeats=1, budget_s=float("inf"))
-    assert sorted(table.verify) == [1, 4]
-    assert table.verify[4] > 0.0
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 4, 9])
@@ -205,14 +148,6 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify,
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]  # nothing half written stays
 
 
-def test_a_second_process_measures_nothing(folder, demo, monkeypatch):
-    notices: list[str] = []
-    first = costs_of(demo, notices)
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: pytest.fail("measured again"))
-    assert costs_of(demo, notices) == first
-    assert notices == []
-
-
 def test_everything_that_costs_depend_on_has_a_file_of_its_own(folder, demo):
     """A table of another installation is neither used nor replaced, and nothing is said about it."""
     ours = cost_identity(demo)
@@ -239,39 +174,6 @@ def test_a_kept_table_that_is_much_too_slow_is_replaced_silently(folder, demo, m
         notices: list[str] = []
         assert (costs_of(demo, notices) == kept) == believed
         assert notices == []  # the machine's doing, not the user's: it would come again and again
-
-
-def test_a_table_from_a_busy_moment_is_used_and_not_kept(folder, demo, monkeypatch):
-    busy = attrs.evolve(TABLE, steady=False)
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: busy)
-    assert costs_of(demo, []) is busy
-    assert not folder.exists()
-
-
-def test_repeats_that_disagree_are_no_steady_table(demo, monkeypatch):
-    """Every other cycle takes twice as long as the one before it."""
-    clock = iter(range(10**6))
-    run = cycle_timing.run_cycle
-    monkeypatch.setattr("specdec.decoding.cycle_timing.STEADY", 1.25)
-
-    def uneven(*arguments):
-        return attrs.evolve(run(*arguments), verify_seconds=1.0 + next(clock) % 4)
-
-    monkeypatch.setattr(cycle_timing, "run_cycle", uneven)
-    assert not measure_costs(demo, (0, 1), repeats=2, budget_s=float("inf")).steady
-    monkeypatch.setattr(cycle_timing, "run_cycle", lambda *a: attrs.evolve(run(*a), verify_seconds=1.0))
-    assert measure_costs(demo, (0, 1), repeats=2, budget_s=float("inf")).steady
-
-
-def test_a_table_that_is_not_used_is_reported_once(folder, demo, monkeypatch):
-    """Also where the machine is too busy to keep another one."""
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: attrs.evolve(TABLE, steady=False))
-    folder.mkdir()
-    cost_identity(demo).path().write_text("{")
-    notices: list[str] = []
-    for _ in range(3):
-        costs_of(demo, notices)
-    assert len(notices) == 1
 
 
 BROKEN = [
@@ -327,20 +229,6 @@ def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch
     assert [notice.partition(":")[0] for notice in notices][-1] == "the cost table cannot be kept"
 
 
-def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECDEC_COSTS", "off")
-    assert costs_folder() is None
-    assert costs_of(demo, []).verify[1] > 0.0
-    monkeypatch.delenv("SPECDEC_COSTS")
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
-    assert costs_folder() == tmp_path / "costs"
-
-
-def test_a_model_without_a_fingerprint_is_never_kept(folder, demo):
-    costs_of(other_target(demo, fingerprint=""), [])
-    assert not folder.exists()
-
-
 def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo, tmp_path):
     path = tmp_path / "mine.json"
     write_costs(path, TABLE, cost_identity(demo))
@@ -377,13 +265,6 @@ def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder):
     assert specdec.load(verifier=verifier, depth="adaptive").depth.spec.name == "adaptive"
 
 
-def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
-    monkeypatch.setattr("specdec.models.loading.probe_rows", lambda target: "made up")
-    lm = specdec.load()
-    assert lm.depth.spec.name == "fixed"
-    assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)
-
-
 def test_without_a_drafter_nothing_is_measured_and_the_result_says_why(folder):
     lm = specdec.load(drafter="none")
     assert lm.depth.spec.name == "fixed"
@@ -391,12 +272,17 @@ def test_without_a_drafter_nothing_is_measured_and_the_result_says_why(folder):
     assert not folder.exists()
 
 
-def test_a_start_measures_once_even_where_nothing_is_kept(folder, monkeypatch):
-    """``auto`` asks whether there are costs, then ``adaptive`` asks for them: a busy machine measured both times."""
-    measured = []
-    table = attrs.evolve(CostTable(verify={1: 1e-3, 2: 1e-3}, draft={0: 0.0, 1: 1e-4}, commit=0.0), steady=False)
-    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: measured.append(lm) or table)
+def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
+    monkeypatch.setattr("specdec.models.loading.probe_rows", lambda target: "made up")
     lm = specdec.load()
-    assert lm.depth.spec.name == "adaptive"
-    assert len(measured) == 1
-    assert not list(folder.glob("*.json"))
+    assert lm.depth.spec.name == "fixed"
+    assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)
+
+
+def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_COSTS", "off")
+    assert costs_folder() is None
+    assert costs_of(demo, []).verify[1] > 0.0
+    monkeypatch.delenv("SPECDEC_COSTS")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
+    assert costs_folder() == tmp_path / "costs"

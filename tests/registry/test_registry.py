@@ -7,13 +7,12 @@ import sys
 import textwrap
 import types
 
-import attrs
 import pytest
 
-from specdec.contract import CycleRecord, DepthPolicySpec, Draft, Drafter, DrafterSpec, ModelSpec, VerifierSpec
-from specdec.errors import ConfigError, PluginError, StateError, UnknownNameError
+from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, VerifierSpec
+from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Kind, Registry, calling, notify_cycle, use_registry
+from specdec.registry import Kind, Registry, notify_cycle, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -69,14 +68,6 @@ def test_a_strangers_plugin_stands_beside_the_built_in_ones(ship):
     assert registry.failures == []
 
 
-def test_every_built_in_registers_through_the_hooks():
-    registry = Registry(BUILT_INS, entry_points=())
-    assert [str(failure) for failure in registry.failures] == []
-    assert {"mtp", "ngram", "none"} <= set(names(registry, Kind.DRAFTER))
-    assert registry.backend("cpu").available() is None
-    assert registry.model("qwen3").name == "qwen3"
-
-
 def drafters(returned: str, mark: str = "@hookimpl\n") -> str:
     return f"{HEAD}{mark}def specdec_drafters(): return {returned}"
 
@@ -122,38 +113,6 @@ def test_a_broken_plugin_harms_nobody_until_it_is_asked_for(ship, case):
     assert raised.value.__cause__ is failure.error
     with pytest.raises(PluginError, match="failed"):
         Registry(LIGHT, strict=True).drafter("echo")
-
-
-def test_a_plugin_that_breaks_halfway_leaves_nothing_behind(ship):
-    ship("specdec-half", BROKEN["second half broken"][0], name="half-of-it")
-    registry = Registry(LIGHT)
-    assert "half" not in names(registry, Kind.DRAFTER)
-    with pytest.raises(PluginError, match="could not be loaded"):
-        registry.drafter("half")  # the name it would have had, not only that of its entry point
-
-
-def test_a_class_is_instantiated_and_its_constructor_may_fail(ship):
-    source = (
-        HEAD
-        + """
-class Plugin:
-    def __init__(self): self.made = {made}
-    @hookimpl
-    def specdec_drafters(self): return [DrafterSpec(name="from-class", factory=print)]
-"""
-    )
-    ship("specdec-good", source.format(made="1"), name="good", value="specdec_good:Plugin")
-    ship("specdec-bad", source.format(made="1 / 0"), name="bad", value="specdec_bad:Plugin")
-    registry = Registry(())
-    assert names(registry, Kind.DRAFTER) == ["from-class"]
-    assert [failure.reason for failure in registry.failures] == ["ZeroDivisionError: division by zero"]
-
-
-def test_a_missing_attribute_of_the_entry_point_is_an_import_failure(ship):
-    ship("specdec-gone", "x = 1", name="gone", value="specdec_gone:nothing")
-    (failure,) = Registry(()).failures
-    assert failure.during == "import"
-    assert "nothing" in failure.reason
 
 
 @pytest.mark.parametrize("line", ["this line has no equals sign", "bad ="])
@@ -206,24 +165,6 @@ def test_every_kind_has_an_error_for_an_unknown_name(kind):
         getattr(Registry((), entry_points=()), kind)("nobody")
 
 
-def test_a_family_is_found_by_each_model_type_and_conflicts_by_it():
-    def family(name, *model_types):
-        @hookimpl
-        def specdec_models():
-            return [ModelSpec(name=name, model_types=model_types, parse=dict, build=dict)]
-
-        return types.SimpleNamespace(specdec_models=specdec_models, __name__=name)
-
-    class Hashable(types.SimpleNamespace):
-        __hash__ = object.__hash__
-
-    one, two = (Hashable(**vars(family(*words))) for words in (("a", "x", "y"), ("b", "y")))
-    registry = Registry((one, two), entry_points=())
-    assert registry.model("x").name == "a"
-    with pytest.raises(PluginError, match="'y'"):
-        registry.model("y")
-
-
 def test_registering_by_hand_fails_at_once_and_leaves_nothing():
     class Mine:
         @hookimpl
@@ -242,28 +183,6 @@ def test_registering_by_hand_fails_at_once_and_leaves_nothing():
     assert len(registry.entries(Kind.VERIFIER)) == 1
     with pytest.raises(PluginError, match="implements no hook"):
         registry.register(object())
-
-
-def test_what_a_plugin_raises_names_it_with_its_distribution(ship):
-    ship("specdec-echo", GOOD.format(name="echo"), name="echo", version="3.0")
-    registry = Registry(())
-    echo = registry.drafter("echo")
-    former = use_registry(registry)
-    try:
-        with pytest.raises(PluginError, match="the drafter 'echo' failed in factory: KeyError: 'key'") as raised:
-            with calling(echo, "factory"):
-                raise KeyError("key")
-        assert raised.value.facts["plugin"] == "echo (specdec-echo 3.0)"
-        assert isinstance(raised.value.__cause__, KeyError)
-        with pytest.raises(StateError, match="the server is gone") as ours:  # its own text stays
-            with calling((Kind.DRAFTER, "echo"), "factory"):
-                raise StateError("the server is gone", try_="later")
-        assert ours.value.plugin == raised.value.plugin == ("drafter", "echo")
-        assert ours.value.facts["plugin"] == "echo (specdec-echo 3.0), in factory"
-        with pytest.raises(KeyboardInterrupt), calling(echo, "factory"):
-            raise KeyboardInterrupt
-    finally:
-        use_registry(former)
 
 
 def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
@@ -364,19 +283,6 @@ def test_an_interrupted_load_goes_on_where_it_was():
         registry.load()
     assert registry.drafter("slow").name == "slow"
     assert registry.failures == []
-
-
-def test_specs_of_plugins_may_use_dataclasses_and_attrs_alike():
-    @attrs.frozen
-    class Config:
-        depth: int = 1
-
-    class Mine:
-        @hookimpl
-        def specdec_depth_policies(self):
-            return [DepthPolicySpec(name="mine", factory=Drafter, config=Config)]
-
-    assert Registry((Mine(),), entry_points=()).depth_policy("mine").config is Config
 
 
 def test_a_script_that_is_installed_as_well_is_registered_once(ship, tmp_path, monkeypatch):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 
 import pytest
 from serving import ASK, events, streamed_text
-
-from tests.processes import HUNG
 
 openai = pytest.importorskip("openai")
 QUESTION = ASK["messages"]
@@ -73,15 +69,6 @@ def test_an_answer_is_that_of_generate_in_one_piece_and_streamed(client, lm, set
     assert chunks[-1].choices == []
 
     assert chunks[0].choices[0].delta.role == "assistant"
-
-
-def test_usage_counts_the_tokens_of_a_prediction(client, lm):
-    text = expected(lm, {}).text
-    made = client.chat.completions.create(
-        model="demo", messages=QUESTION, max_tokens=24, prediction={"type": "content", "content": text}
-    )
-    assert made.choices[0].message.content == text
-    assert 0 < made.usage.completion_tokens_details.accepted_prediction_tokens <= made.specdec["accepted_tokens"]
 
 
 def test_many_at_once_by_the_asynchronous_client_have_their_own_text(server, lm):
@@ -259,25 +246,3 @@ def test_completions_take_text_and_token_ids(client, lm):
         ]
     with pytest.raises(openai.BadRequestError, match="one prompt for each request, got 2"):
         client.completions.create(model="demo", prompt=["a", "b"])
-
-
-@pytest.mark.slow
-def test_the_command_line_tool_llm_talks_to_it(server, lm, tmp_path):
-    """``llm`` is an ordinary program for any OpenAI-compatible server; its file of models names ours."""
-    pytest.importorskip("llm")
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: here\n  model_name: demo\n  api_base: {server.url}\n  can_stream: true\n"
-    )
-    import os
-
-    for streaming in ([], ["--no-stream"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "llm", "-m", "here", *streaming, "-o", "max_tokens", "24", QUESTION[0]["content"]],
-            env={**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"},
-            capture_output=True,
-            text=True,
-            timeout=HUNG,
-            stdin=subprocess.DEVNULL,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.rstrip("\n") == expected(lm, {}).text.rstrip("\n")

@@ -140,17 +140,6 @@ def test_a_script_in_the_models_text_stays_text(opened, tmp_path):
     assert shown.locator("img").count() == 0
 
 
-def test_a_token_without_text_is_named(opened, tmp_path):
-    """Without it, an answer that ends at once is an empty box. The text itself stays as it was."""
-    end = cycle("") | {"tokens": [cycle("")["tokens"][0] | {"piece": "<|end|>", "special": True}]}
-    file = tmp_path / "page.html"
-    file.write_text(page({"plain_ms": 1, "cycles": [cycle("x"), end]}), encoding="utf-8")
-    shown = opened(file.as_uri())
-    assert shown.text_content("#output") == "x"
-    drawn = "all => all.map(one => getComputedStyle(one, '::after').content)"
-    assert shown.eval_on_selector_all("#output .t", drawn) == ["none", '"<|end|>"']
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [340, 1000])
 def test_it_fits_every_window_and_a_checker_of_accessibility_finds_nothing(opened, tmp_path, scheme, width):

@@ -12,7 +12,7 @@ from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, as_subj
 from tests.selection import cases
 from tests.testing.broken import drafters, families, observers, ops, policies, processors, targets, verifiers
 
-pytestmark = pytest.mark.mutants
+pytestmark = pytest.mark.slow
 
 
 def made(subject: Subject, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Right but unusual plugins, written from the contract alone: the kit flags none, and the engine runs them."""
+"""Right but unusual plugins: the kit flags none, and the engine runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.testing.right.unusual import CORRECT, spec
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub("
 
 
-@pytest.mark.mutants
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(CORRECT, sample=0, name=lambda kind: kind.__name__))
 def test_the_kit_flags_no_right_plugin(kind: Any) -> None:
     check_plugin(spec(kind), seed=3).raise_for_failures()
@@ -65,7 +65,7 @@ def run(prompt: Any = PROMPT, *, target: Any = None, tokens: int = 16, **parts: 
 ENGINE = [kind for kind, joint in CORRECT.items() if joint in ("drafter", "verifier", "policy", "target")]
 
 
-@pytest.mark.mutants
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(ENGINE, sample=1, name=lambda kind: kind.__name__))
 def test_in_the_engine_a_right_plugin_gives_the_tokens_of_plain_decoding(kind: Any) -> None:
     joint, options = CORRECT[kind], {}
@@ -82,7 +82,7 @@ def test_in_the_engine_a_right_plugin_gives_the_tokens_of_plain_decoding(kind: A
         assert drafted.tokens == run(**options, drafter="none").tokens
 
 
-@pytest.mark.mutants
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(of("processor"), sample=1, name=lambda kind: kind.__name__))
 def test_drafts_change_nothing_under_a_right_processor(kind: Any) -> None:
     chosen = {"max_new_tokens": 12, "ignore_eos": True, "processors": [Choice(spec(kind).name)]}

@@ -152,17 +152,6 @@ def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
     return [vocabulary[piece_of[byte]] for byte in content]
 
 
-def test_an_incomplete_character_comes_out_at_flush() -> None:
-    tokenizer = KINDS["byte_level"]
-    first, *rest = byte_ids(tokenizer, "€".encode())
-    decoder = IncrementalDecoder(tokenizer)
-    assert decoder.push([first]) == ""
-    assert decoder.flush() == "�"
-    assert decoder.push([first]) == ""  # a new start after flush
-    assert decoder.push(rest) == "€"
-    assert decoder.flush() == ""
-
-
 class CountingTokenizer(Tokenizer):
     """Counts the tokens that it decodes."""
 
@@ -395,19 +384,6 @@ def test_a_match_does_not_depend_on_the_pieces(pieces: list[str], stops: list[st
             assert matched == stop
     emitted += "" if matched is not None else matcher.flush()
     assert (emitted, matched) == naive("".join(pieces), stops)
-
-
-def test_only_a_possible_beginning_is_held_back() -> None:
-    matcher = StopMatcher(["\n\nUser:", "END"])
-    assert matcher.push("fine") == ("fine", None)
-    assert matcher.push(" text\n") == (" text", None)
-    assert matcher.push("\nUse") == ("", None)
-    assert matcher.push("d") == ("\n\nUsed", None)
-    assert matcher.push("E") == ("", None)
-    assert matcher.push("ND of it") == ("", "END")
-    assert matcher.push("more") == ("", "END")
-    assert matcher.flush() == ""
-    assert StopMatcher([]).push("abc") == ("abc", None)
 
 
 # --- a stranger's tokenizer and template ----------------------------------------------------------------------------

@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.verifiers import rejection
-from tests.verifiers.enumeration import (
-    Uniform,
-    array,
-    branches,
-    distance,
-    emitted,
-    joint_of,
-    point_drafts,
-    random_laws,
-    sampled_drafts,
-)
+from tests.verifiers.enumeration import array, distance, emitted, joint_of, point_drafts, random_laws, sampled_drafts
 
 JOINT = 3
 SIZES = [(2, 1), (2, 3), (3, 1), (3, 2), (4, 2)]  # vocabulary, K
@@ -118,18 +108,6 @@ def test_block_verification_accepts_at_least_as_much():
     check_block_accepts_more()
 
 
-@pytest.mark.parametrize("rule", [chain, block])
-def test_equal_and_disjoint_laws_are_the_extremes(rule):
-    same = random_laws(3, 4, zeros=0)
-    got, accepted = emitted(rule, same, sampled_drafts(same, 2, 3), 3, JOINT)
-    assert accepted == 2
-    assert distance(got, joint_of(same, 3, JOINT)) == 0
-    left, right = random_laws(4, 1, support=(0, 1)), random_laws(4, 2, support=(2, 3))
-    got, accepted = emitted(rule, left, sampled_drafts(right, 2, 4), 4, JOINT)
-    assert accepted == 0
-    assert distance(got, joint_of(left, 4, JOINT)) == 0
-
-
 def test_no_draft_is_plain_decoding():
     target = random_laws(3, 9)
     for rule in (chain, block):
@@ -160,18 +138,6 @@ def test_a_variable_depth_chosen_from_the_prefix_changes_nothing():
             assert distance(got, joint_of(target, 3, JOINT)) == 0
 
 
-def test_block_and_token_rule_agree_for_one_hot_drafts():
-    """With one-hot laws the block rule gains nothing: the expected lengths are equal."""
-    for seed in range(6):
-        target = random_laws(3, seed)
-        drafted = (seed % 3, (seed + 1) % 3)
-        one_hot = [array(tuple(Fraction(int(v == token)) for v in range(3))) for token in drafted]
-        drafts = [(Fraction(1), drafted, one_hot)]
-        _, by_token = emitted(chain, target, iter(drafts), 3, 1)
-        _, by_block = emitted(block, target, iter(drafts), 3, 1)
-        assert by_token == by_block
-
-
 def test_the_residual_is_a_law_and_zero_where_the_draft_is_larger():
     for seed in range(30):
         target, draft = array(random_laws(4, seed)(())), array(random_laws(4, seed + 100)(()))
@@ -181,21 +147,6 @@ def test_the_residual_is_a_law_and_zero_where_the_draft_is_larger():
             assert all(r == 0 for r, t, d in zip(rest, target, draft, strict=True) if t <= d)
         else:
             assert (rest == target).all()
-
-
-def test_the_enumeration_weighs_branches_by_their_measure():
-    outcomes = list(branches(lambda new: _two_comparisons(new())))
-    assert sorted((weight, outcome) for weight, outcome in outcomes) == [
-        (Fraction(1, 4), "low"),
-        (Fraction(1, 4), "middle"),
-        (Fraction(1, 2), "high"),
-    ]
-
-
-def _two_comparisons(uniform: Uniform) -> str:
-    if uniform * Fraction(2) < Fraction(1, 2):
-        return "low"
-    return "middle" if uniform <= Fraction(1, 2) else "high"
 
 
 def test_production_arrays_are_float64():

@@ -17,16 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.arrays import HostLogits
-from specdec.backends.cpu.instruction_sets import available
 from specdec.backends.cpu.native import NativeOps
-from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels
-from specdec.backends.cpu.tape import Kernel
-from specdec.backends.cpu.threads import Threads
+from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits
 from specdec.contract import Choosing, Context, Sampling
 from specdec.errors import ConfigError, ContractError
 from specdec.sampling import Rows
 from tests.backends.choices import SETTINGS, logits_of, misfit, random_case, tied
-from tests.backends.cpu.mutated import mutated
 from tests.instruction_sets import kernels_of
 from tests.selection import cases
 
@@ -122,57 +118,3 @@ def test_logits_that_are_not_finite_are_an_error(ops: NativeOps, value: float) -
     values[1, 299] = value
     with pytest.raises(ContractError, match="logits of row 1 are not finite"):
         ops.logits(torch.from_numpy(values)).choose(Choosing((4,), Context([1], Sampling(temperature=1.0))))
-
-
-# --- mutants ---------------------------------------------------------------------------------------------------------
-
-MUTANTS = {
-    "ties go to the highest id": ("a.id < b.id", "a.id > b.id"),
-    "the best token is not the best": ("lanes(a == splat(top_))", "lanes(a <= splat(top_))"),
-    "top-k keeps one more": ("last_ = tokens[k - 1];", "last_ = {tokens[k - 1].logit - 1, INT32_MAX};"),
-    "top-p of a mass that does not sum to 1": ("double total = 0;\n                for", "double total = 1;\n for"),
-    "top-p of the mass above is lost": ("nucleus(tokens, mass_above, total);", "nucleus(tokens, 0, total);"),
-    "min-p of a quarter": ("std::log(choice_.min_p)", "std::log(choice_.min_p / 4)"),
-    "the repetition penalty ignores the sign": ("value > 0 ? value / c", "true ? value / c"),
-    "drafted tokens are not seen": ("i < c.first + row;", "i < c.first;"),
-    "a ban ends early": ("c.position + row < c.end_after", "c.position + row + 1 < c.end_after"),
-    "noise of the next position": ("(uint32_t)(choice.position + row)", "(uint32_t)(choice.position + row + 1)"),
-    "less noise than there is": ("MOST_NOISE = 22.9f", "MOST_NOISE = 1.0f"),
-    "edits stay for the next row": ("places_[e.id] = 0;", ";"),
-    "bans are forgotten": ("return e.banned ? -INFINITY :", "return"),
-    "frequency counts presence": ("c.frequency * e.generated", "c.frequency"),
-}
-"""What is changed in kernels/choice.cpp."""
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], SearchKernels]:
-    """Compiles the searches with one change."""
-    build = mutated(tmp_path_factory.mktemp("mutants"), "choice", available()[0], ["search", "team"])
-
-    def searches(old: str, new: str) -> SearchKernels:
-        kernels = build(old, new)
-        return SearchKernels(kernels, Kernel(kernels, "choose_rows", "piipippi", threads=Threads(2)))
-
-    return searches
-
-
-def _wrong(search: SearchKernels) -> bool:
-    rng = np.random.default_rng(11)
-    for number in range(1200):
-        name = "all" if number % 2 else list(SETTINGS)[number // 2 % len(SETTINGS)]
-        values, drafted, context = random_case(rng, SETTINGS[name], (5, 64, 277, 1000)[number % 4])
-        rows, size = values.shape
-
-        def choose(choosing: Choosing, values: np.ndarray = values, rows: int = rows, size: int = size) -> Any:
-            return search.choose(values.ctypes.data, rows, size, choosing)
-
-        if faults(choose, values, drafted, context):
-            return True
-    return False
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("name", [None, *cases(MUTANTS, sample=0)])
-def test_mutants_of_the_kernel_are_noticed(name: str | None, built: Callable[[str, str], SearchKernels]) -> None:
-    assert _wrong(built(*MUTANTS[name] if name else ("", ""))) is (name is not None), name

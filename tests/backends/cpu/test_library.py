@@ -9,18 +9,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
-import torch
 
 import specdec
 from specdec.backends.cpu import compiler, instruction_sets
@@ -112,19 +110,6 @@ def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(
     assert cached.origin != shipped.origin
     library.unlink()
     assert built(load_kernels()) == cached
-
-
-def test_the_wheel_s_library_needs_no_compiler(
-    trivial_sources: Path, loaded: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also a narrower one, if the wheel has no other: then a notice says why."""
-    built(load_kernels())
-    narrowest = ship(trivial_sources, RUNNABLE[-1])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    kernels = built(load_kernels())
-    assert (kernels.library.answer(), kernels.path) == (7, narrowest)
-    assert ("no C++ compiler" in kernels.notice) == (len(RUNNABLE) > 1)
 
 
 def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_sources: Path, loaded: list[bytes]) -> None:
@@ -279,16 +264,6 @@ def test_a_library_below_a_relative_folder_is_not_loaded(
     kernels = built(load_kernels())
     assert kernels.library.answer() == 42
     assert "relative path" in kernels.notice
-
-
-def test_what_is_created_is_writable_by_its_owner_alone(trivial_sources: Path, tmp_path: Path) -> None:
-    mask = os.umask(0)
-    try:
-        kernels = built(load_kernels())
-    finally:
-        os.umask(mask)
-    for path in (tmp_path / "cache", kernels.path, kernels.path.with_name(f"{kernels.path.name}.sha256")):
-        assert path.stat().st_mode & 0o022 == 0, path
 
 
 def test_without_a_private_temporary_folder_nothing_is_built(
@@ -466,29 +441,6 @@ def test_what_the_processor_lacks_is_refused(trivial_sources: Path, monkeypatch:
     monkeypatch.setenv("SPECDEC_CPU_INSTRUCTION_SET", "axv2")
     with pytest.raises(ConfigError, match="SPECDEC_CPU_INSTRUCTION_SET"):
         load_kernels()
-
-
-@pytest.mark.parametrize("architecture", instruction_sets.OF_ARCHITECTURE)
-def test_an_instruction_set_is_available_where_the_processor_has_all_that_it_needs(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a set that is offered to a processor without a part of it, and the order of preference."""
-    sets = instruction_sets.OF_ARCHITECTURE[architecture]
-    granted = [True]
-    monkeypatch.setattr(platform, "machine", lambda: architecture)
-    monkeypatch.setattr(instruction_sets, "_granted", lambda one: granted[0] or "amx_tile" not in one.needs)
-
-    def available(has: Collection[str]) -> list[str]:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**dict.fromkeys(has, True), "other": False})
-        return [one.name for one in instruction_sets.available.__wrapped__()]
-
-    for at, one in enumerate(sets):
-        assert available(one.needs) == [other.name for other in sets[at:] if other.needs <= one.needs]
-        for lacking in one.needs:
-            assert one.name not in available(one.needs - {lacking})
-    assert available(()) == [sets[-1].name]  # every processor has one
-    granted[0] = False
-    assert "amx" not in available(sets[0].needs)
 
 
 @pytest.mark.skipif(len(RUNNABLE) < 2, reason="this processor has one instruction set")

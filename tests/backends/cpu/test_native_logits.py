@@ -57,13 +57,3 @@ def _outcome(logits: CpuLogits) -> list[int] | str:
         return logits.argmax()
     except ContractError as refusal:
         return str(refusal)
-
-
-def test_other_questions_read_the_same_rows(ops: NativeOps) -> None:
-    array = torch.randn(2, 70, generator=torch.Generator().manual_seed(1))
-    native, plain = ops.logits(array), CpuLogits(array)
-    assert native.topk(3) == plain.topk(3)
-    assert native.topk(1)[0] == [[token] for token in native.argmax()]
-    assert native.gather([4, 5]) == plain.gather([4, 5]) == [array[0, 4], array[1, 5]]
-    assert (native.rows() == array.numpy()).all()
-    assert len(native) == 2

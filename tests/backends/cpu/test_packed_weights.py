@@ -6,9 +6,7 @@ n U sum|a b| (Higham 2002, section 4.2).
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -73,32 +71,6 @@ def test_rows_and_threads_do_not_change_bits(ops: NativeOps, threads: Callable[[
         for rows in ROWS:
             for got, expected in zip(run(x[:rows]), alone, strict=True):
                 assert_same_bits(got, expected[:rows])
-
-
-def test_packed_and_plain_weights_side_by_side(ops: NativeOps) -> None:
-    """Catches: a block of features that starts inside a panel because another weight of the call is plain."""
-    x = draw(3, 64, seed=0, dtype=ops.dtype)
-    plain, w = draw(50, 64, seed=1, dtype=ops.dtype), packed(ops, 70, 64, seed=2)
-    together = ops.project(x, [plain, w, plain])
-    assert_same_bits(together[0], ops.linear(x, plain))
-    assert_same_bits(together[1], ops.linear(x, w))
-    assert_same_bits(together[2], ops.linear(x, plain))
-
-
-def test_embed_reads_packed_tables(ops: NativeOps) -> None:
-    table = packed(ops, 77, 96, seed=0)
-    tokens = [0, 31, 32, 63, 64, 76, 5, 5]
-    assert_same_bits(ops.embed(table, tokens), table[torch.tensor(tokens)])
-
-
-def test_a_copy_lives_as_long_as_its_weight(ops: NativeOps) -> None:
-    w = packed(ops, 40, 32, seed=0)
-    (held,) = [copy for weight, copy in ops._copies.values() if weight() is w]
-    at = held.data_ptr()
-    assert any(p.data_ptr() == at for p in ops.parameters())
-    del held, w
-    gc.collect()
-    assert all(copy.data_ptr() != at for _, copy in ops._copies.values())
 
 
 def test_what_cannot_be_packed_is_refused(ops: NativeOps) -> None:
@@ -177,23 +149,3 @@ def test_a_weight_has_the_same_bits_wherever_it_came_from(ops: NativeOps, tmp_pa
         assert_same_bits(ops.linear(x[:rows], from_file), ops.linear(x[:rows], from_memory))
         assert (ops.head(x[:rows], from_file).rows() == ops.head(x[:rows], from_memory).rows()).all()
     assert_same_bits(ops.embed(from_memory, tokens), original[tokens])
-
-
-@pytest.mark.slow
-def test_a_weight_from_memory_is_held_once(ops: NativeOps) -> None:
-    """The caller's tensor is not kept, and what stands for it has no memory of its own."""
-    own = draw(700, 512, seed=0, dtype=ops.dtype)
-    gone = weakref.ref(own)
-    handle = ops.weight(own)
-    del own
-    gc.collect()
-    assert gone() is None
-    assert handle.is_meta
-    assert tuple(handle.shape) == (700, 512)
-    held = ops._panels(handle)
-    assert held is not None
-    assert held.nbytes == 22 * 32 * 512 * ops.dtype.itemsize
-    kept = weakref.ref(held)
-    del held, handle
-    gc.collect()
-    assert kept() is None, "the packed copy must go with the weight"

@@ -115,26 +115,6 @@ def test_the_best_two_and_the_sum_against_float64(ops: ReferenceOps, case: Any) 
         np.testing.assert_allclose(logits.logsumexp(), wanted, rtol=0, atol=3 * 2.0**-24)
 
 
-def test_equal_logits_in_one_lane_of_the_vectors_go_by_id(ops: ReferenceOps) -> None:
-    """Places 0, 16 and 32 share a lane on every processor; ids come in descending, ascending and mixed order there."""
-    rows = np.zeros((1, 48), dtype=np.float32)
-    for lane in ((5, 1, 0), (0, 1, 5), (1, 0, 5), (5, 0, 1), (1, 5, 0)):
-        ids = np.array([i for i in range(48) if i not in lane])
-        ids = np.insert(np.insert(np.insert(ids, 0, lane[0]), 16, lane[1]), 32, lane[2])
-        pruned = pruned_logits(ops, rows, ids)
-        assert pruned.topk(2) == ([[0, 1]], [[0.0, 0.0]])
-        assert pruned.argmax() == [0]
-
-
-def test_the_sum_of_a_large_flat_row(ops: ReferenceOps) -> None:
-    """300 000 equal tokens, and as many far below the best: small terms count, and none overflows."""
-    flat = np.full((1, 300_000), 7.0, dtype=np.float32)
-    assert full_logits(ops, flat).logsumexp()[0] == pytest.approx(7 + np.log(300_000), abs=1e-6)
-    flat[0, 17] = 7.0 + 16.0
-    wanted = 23 + np.log1p(299_999 * np.exp(-16.0))
-    assert full_logits(ops, flat).logsumexp()[0] == pytest.approx(wanted, abs=1e-6)
-
-
 def test_what_is_not_finite_is_refused_by_row(ops: ReferenceOps) -> None:
     for bad in (np.nan, -np.inf):
         rows = np.zeros((2, 40), dtype=np.float32)
@@ -187,20 +167,6 @@ def test_rows_that_are_added_belong_to_their_ids(
         bound = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
         np.testing.assert_allclose(ops.pruned_head(x, head).rows(), wanted, rtol=bound, atol=bound * 8)
     assert heads[-1][0].parts[0].data_ptr() == heads[-1][0].base.parts[0].data_ptr()
-
-
-def test_adding_to_the_newest_head_copies_nothing() -> None:
-    ops = ReferenceOps(torch.float32)
-    weight = torch.arange(400.0).reshape(100, 4)
-    base = ops.head_rows(weight, [1, 2, 3])
-    one = ops.head_rows(weight, [10, 11, 12], base)
-    two = ops.head_rows(weight, [20], one)
-    assert two.parts[1].data_ptr() == one.parts[1].data_ptr()
-    branch = ops.head_rows(weight, [30], one)  # the place behind it is taken
-    assert branch.parts[1].data_ptr() != one.parts[1].data_ptr()
-    assert two.parts[1][3].tolist() == weight[20].tolist()
-    assert branch.parts[1][3].tolist() == weight[30].tolist()
-    assert ops.head_rows(weight, [1, 10], two) is two
 
 
 def test_rows_of_another_backend_are_refused() -> None:

@@ -24,12 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.backends.cpu.instruction_sets import available
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.packed import FORMATS, MAX_GROUP
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, rounded
-from tests.backends.cpu.mutated import mutated
 from tests.backends.cpu.test_native_ops import TINY, U, assert_same_bits, assert_within, draw
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
@@ -305,77 +303,3 @@ def test_what_does_not_fit_the_layout_is_decoded(ops: NativeOps) -> None:
         assert len(noted) == number + 1
         assert_same_bits(ops.embed(held, range(9)), odd.decode())
         noted.pop()
-
-
-def test_columns_of_half_a_word_are_decoded(ops: NativeOps, tmp_path: Path) -> None:
-    weight = drawn(6, 36, 0)
-    codes, scale = torch.randint(-127, 128, (6, 36), dtype=torch.int8), torch.ones(6, 1)
-    matrix = in_checkpoint({"weight": codes, "weight_scale": scale}, {}, tmp_path, ops.dtype)
-    assert weight.shape == matrix.shape
-    assert_same_bits(ops.embed(ops.weight(matrix), range(6)), codes.to(ops.dtype))
-
-
-# --- mutants ---------------------------------------------------------------------------------------------------------
-
-MUTANTS = {
-    "activations of 14 bits": (
-        "(268 - exponent) << 23, unit = exponent == 255 ? 0x7fc00000u : (exponent - 14)",
-        "(267 - exponent) << 23, unit = exponent == 255 ? 0x7fc00000u : (exponent - 13)",
-    ),
-    "activations of 16 bits": (
-        "(268 - exponent) << 23, unit = exponent == 255 ? 0x7fc00000u : (exponent - 14)",
-        "(269 - exponent) << 23, unit = exponent == 255 ? 0x7fc00000u : (exponent - 15)",
-    ),
-    "activations are cut off": ("(int16_t)std::nearbyint(number)", "(int16_t)number"),
-    "what is not finite is zero": ("0x7fc00000u : (exponent", "0u : (exponent"),
-    "the sum of a row goes on": ("        int32_t sum = 0;\n", "        static thread_local int32_t sum = 0;\n"),
-    "the zero point is left out": ("2 * own_sum[0] - zero[m]", "2 * own_sum[0]"),
-    "halves are integers": ("w.kind == INTEGERS ? 256 : 255", "256"),
-    "the second pair of bytes is the first": ("pair ? (vu)((vn)both >> 8) : both & 0x00ff00ffu", "both & 0x00ff00ffu"),
-    "the second half of four bits is the first": ("pair < 2 ? both & 0x00ff00ffu :", "true ? both & 0x00ff00ffu :"),
-    "every table of four bits is linear": ("found.linear &= found.of[i] == i;", ";"),
-    "the unit of the first group": (
-        "m * x.groups + g;\n                    unit",
-        "m * x.groups;\n                    unit",
-    ),
-    "sums of an offset have no unit": ("x.sums[side_at] * x.units[side_at]", "x.sums[side_at]"),
-}
-"""What is changed in kernels/packed.cpp: the products of whole numbers, which AVX2 has."""
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], NativeOps]:
-    """Compiles the kernels for AVX2 with one change."""
-    avx2 = next((one for one in available() if one.name == "avx2"), None)
-    if avx2 is None:
-        pytest.skip("this processor has no AVX2")
-    build = mutated(tmp_path_factory.mktemp("mutants"), "packed", avx2)
-    return lambda old, new: NativeOps(torch.bfloat16, build(old, new))
-
-
-def check_whole_numbers(ops: NativeOps, folder: Path) -> None:
-    assert "(avx2," in ops.capabilities.kernels
-    for seed in range(4):
-        check_activations(ops, exponent=3 - seed, spread=12, seed=seed)
-    check_what_is_not_finite(ops, torch.inf)
-    for number, name in enumerate(WHOLE):
-        matrix = QUANTISERS[name](drawn(40, 384, number), folder / str(number), ops.dtype)
-        check_products(ops, matrix, rows=3, seed=number)
-
-
-WHOLE = ["rounded int4", "rounded int8", "mlx-affine 4 g64", "mlx-affine 8 g64", *(n for n in QUANTISERS if "fp4" in n)]
-
-
-@pytest.mark.mutants
-def test_the_unchanged_kernel_survives(built: Callable[[str, str], NativeOps], tmp_path: Path) -> None:
-    check_whole_numbers(built("", ""), tmp_path)
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_of_whole_numbers_are_noticed(
-    name: str, built: Callable[[str, str], NativeOps], tmp_path: Path
-) -> None:
-    ops = built(*MUTANTS[name])
-    with pytest.raises(AssertionError):
-        check_whole_numbers(ops, tmp_path)

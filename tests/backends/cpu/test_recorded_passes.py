@@ -17,9 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.backends import EAGER
 from specdec.backends.cpu import tape as tapes
-from specdec.backends.cpu.backend import CpuBackend
 from specdec.backends.cpu.caches import CpuKVCache
 from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.native import FEATURES, WORD, NativeOps
@@ -146,19 +144,6 @@ def pair(make_pair: Callable[..., Pair], dtype: str) -> Pair:
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_every_number_of_rows_has_the_bits_of_the_ops(family: str, dtype: str, make_pair: Callable[..., Pair]) -> None:
-    """Passes of 1 to 16 rows, kept whole, in part and not at all; all outputs are held to the end."""
-    both = make_pair(family, dtype).state()
-    for rows in range(1, MAX_ROWS + 1):
-        for kept in {0, rows // 2, rows}:
-            if both.mine.length + rows > CAPACITY:
-                both.each("rewind", 3)
-            both.decode([(31 * rows + 7 * t + kept) % VOCAB for t in range(rows)])
-            both.each("commit", kept)
-    both.finish()
-
-
 @given(data=st.data())
 def test_any_story_has_the_bits_of_the_ops(pair: Pair, data: st.DataObject) -> None:
     """Prompts, passes, repeated passes, rewinds, snapshots and MTP passes in any order."""
@@ -253,28 +238,6 @@ def test_threads_take_turns(pair: Pair) -> None:
         tiny.assert_same_bits(arrays, state)
 
 
-def test_the_number_of_threads_may_change(pair: Pair) -> None:
-    both = pair.state()
-    try:
-        for count in (1, 3, 2):
-            pair.recorded.ops.inner.threads.chosen = count
-            both.decode([5, 6, 7, 8])
-            both.each("commit", 2)
-    finally:
-        pair.recorded.ops.inner.threads.chosen = None
-    both.finish()
-
-
-def test_a_recording_keeps_little_memory(pair: Pair) -> None:
-    """Outputs that are not needed at the same time share memory: a deep model needs that of a layer or two."""
-    both = pair.state()
-    both.decode(list(range(16)))
-    recording = pair.recorded._target_passes[()].recordings[16]
-    model = pair.recorded.model
-    widest = max(w.shape[0] for w in (model.layers[0].mlp.gate_proj, model.layers[1].mixer.in_proj_qkv))
-    assert recording.work_bytes <= 16 * 4 * (4 * widest + 6 * pair.recorded.info.hidden_size)
-
-
 # --- greedy drafts in one call ---------------------------------------------------------------------------------------
 
 
@@ -329,27 +292,6 @@ def test_a_chain_drafts_what_the_steps_draft(pair: Pair, data: st.DataObject) ->
         elif then == "restore":
             both.restore()
     both.finish()
-
-
-def test_chains_of_several_threads_take_turns(pair: Pair) -> None:
-    plans = [[(17 * i + step) % VOCAB for step in range(30)] for i in range(4)]
-    hidden = pair.eager.decode(new_state(pair.eager), [1, 2, 3]).hidden
-    results: list[Any] = [None] * len(plans)
-
-    def play(target: Any, draft: Callable[..., Any], plan: list[int]) -> Any:
-        state = new_state(target)
-        return [draft(target, state, [token, token + 1], hidden[:2], 5) for token in plan]
-
-    def run(i: int) -> None:
-        results[i] = play(pair.recorded, chained, plans[i])
-
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(len(plans))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for plan, result in zip(plans, results, strict=True):
-        assert result == play(pair.eager, step_by_step, plan)
 
 
 @contextlib.contextmanager
@@ -543,19 +485,3 @@ def test_weights_that_a_recording_reads_live_as_long_as_it() -> None:
     junk = [torch.full((32, 32), torch.nan) for _ in range(100)]  # would take the memory over
     same_bits(bound.run([9]), wanted)
     del junk
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
-def test_families_that_cannot_be_recorded_say_so(family: str, checkpoint: Callable[..., pathlib.Path]) -> None:
-    """Routing reads its scores on the host, latent attention is torch in part. How they run, others test."""
-    folder = checkpoint(family, **next(iter(SHAPES[family].values())))
-    target = tiny.make_target(folder, kernels="native", dtype="float32")
-    assert "; passes run eagerly: torch's " in target.info.kernels
-    assert target.info.kernels.endswith(" cannot be recorded")
-
-
-@pytest.mark.parametrize(("value", "eager"), [("1", True), ("", False), ("0", False)])
-def test_the_environment_can_ask_for_eager_passes(value: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EAGER, value)
-    ops = CpuBackend().ops("float32")
-    assert (getattr(ops, "eager_reason", None) == f"{EAGER} is set") == eager

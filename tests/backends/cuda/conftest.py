@@ -91,10 +91,7 @@ def new_device() -> Callable[[], Any]:
 
 @pytest.hookimpl(tryfirst=True)  # before the markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a device is, every test that asks for one has the marker ``gpu``; else those that have it are skipped.
-
-    Broken kernels run in the interpreter alone: on a device one of them may write anywhere, and end every later test.
-    """
+    """Where a device is, every test that asks for one has the marker ``gpu``; else those that have it are skipped."""
     for item in items:
         if not item.path.is_relative_to(_HERE):
             continue
@@ -103,5 +100,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device is here"))
         elif {"device", "new_device"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.gpu)
-            if item.name.startswith("test_mutants"):
-                item.add_marker(pytest.mark.skip(reason="broken kernels are tried in the interpreter"))

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: inputs, caches as kernels see them, poisoned memory, comparisons, mutated kernels.
+"""What the tests of kernels share: inputs, caches as kernels see them, poisoned memory, comparisons.
 
 Nothing here is a test.
 """
@@ -6,12 +6,7 @@ Nothing here is a test.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import LENGTH, MAX_ROWS, SLOT, interpreting
+from specdec.backends.cuda.kernels.launch import LENGTH, MAX_ROWS, SLOT
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight, Weight
 from tests.backends.oracle import to_host
 
@@ -28,8 +23,6 @@ UNIT = 2.0**-24  # relative error of one rounding to float32
 ROUNDING = {torch.float32: UNIT, torch.bfloat16: 2.0**-8}
 FORMS = ["dense", "fp8 128x128", "fp8 per row", "fp8 32x32", "nvfp4"]
 DTYPES = [torch.float32, torch.bfloat16]
-
-only_interpreted = pytest.mark.skipif(not interpreting(), reason="mutants and orders are tried when interpreting")
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -205,50 +198,3 @@ def same_for_any_rows(
     for t in alone:
         assert torch.equal(on_poison(x[t : t + 1]), expected[t : t + 1]), f"row {t} alone has other bits"
     return expected
-
-
-# --- changed kernels -------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def program_order(seed: int | None) -> Iterator[None]:
-    """Interpret the programs of every launch in a shuffled order (None: backwards)."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    plain_dim, plain_idx = builder.set_grid_dim, builder.set_grid_idx
-    order: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def set_dim(*grid: int) -> None:
-        places = list(itertools.product(*map(range, grid)))
-        if seed is None:
-            shuffled = places[::-1]
-        else:
-            at = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
-            shuffled = [places[i] for i in at]
-        order.clear()
-        order.update(zip(places, shuffled, strict=True))
-        plain_dim(*grid)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "set_grid_dim", set_dim)
-        patch.setattr(builder, "set_grid_idx", lambda *at: plain_idx(*order[at]))
-        yield
-
-
-def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:
-    """A copy of a kernel module in which each text is replaced by another."""
-    source = Path(str(module.__file__)).read_text()
-    for old, new in changes:
-        assert old in source, f"nothing to mutate: {old!r}"
-        source = source.replace(old, new)
-    name = f"mutated_{folder.name}_{module.__name__.rpartition('.')[2]}"
-    path = folder / f"{name}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy  # triton looks a kernel's module up by its name
-    spec.loader.exec_module(copy)
-    return copy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tests.processes import run_python
 
 pytestmark = pytest.mark.interpreter
 
-ROOT = Path(__file__).resolve().parents[3]
 
 # In a process of its own: this one interprets. A kernel that the backend must not have is compiled beside the others.
 _SCRIPT = """

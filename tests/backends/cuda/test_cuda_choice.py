@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from specdec.backends.cuda.backend import CudaBackend
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.registry import registry
 from tests.backends.cuda.fake import FakeDevice
-from tests.processes import run_specdec
 
 Choice = Callable[..., tuple[str, list[str]]]
 OLD_DRIVER = (
@@ -130,31 +128,10 @@ def test_without_a_device_nothing_is_said(machine: Callable[..., None], choice: 
         backend_choice.make_backend("cuda")
 
 
-def test_a_device_that_is_hidden_is_named_when_cuda_is_asked_for(machine: Callable[..., None]) -> None:
-    machine(visible="", available=False)
-    assert "CUDA_VISIBLE_DEVICES='' hides every CUDA device" in str(devices.unusable())
-
-
-def test_apple_silicon_is_not_asked_about_cuda(machine: Callable[..., None], choice: Choice) -> None:
-    machine(system="Darwin", processor="arm64", triton=False)
-    name, notices = choice()
-    assert name in ("metal", "cpu")
-    assert not any("cuda" in notice for notice in notices)
-
-
 def test_opening_a_device_that_is_not_there(machine: Callable[..., None]) -> None:
     machine(available=False, count=0)
     with pytest.raises(UnsupportedError, match="no CUDA device was found"):
         devices.open_device()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_the_command_line_fails_with_the_reason() -> None:
-    command = ("generate", "--prompt", "hi", "-s", "target.backend=cuda", "--json")
-    done = run_specdec(*command, status=2, without=["TRITON_INTERPRET"])
-    assert "the cuda backend cannot run here" in done.stdout + done.stderr
-    assert not done.stdout or "tokens" not in json.loads(done.stdout)
 
 
 def test_dtypes() -> None:

@@ -81,12 +81,6 @@ def test_a_session_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result.tokens) + result.prompt_tokens == 40
 
 
-def test_what_fits_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = load(monkeypatch, 40, capacity=30)
-    assert lm.capacity == 30
-    assert not any("session" in one for one in lm.notices)
-
-
 @pytest.mark.parametrize(("room", "capacity", "remedy"), [(40, 41, "target.capacity = 40"), (0, None, "a smaller")])
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, room: int, capacity: Any, remedy: str) -> None:
     with pytest.raises(UnsupportedError, match="does not fit the free memory") as refused:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.cuda import memory
-from specdec.backends.cuda.memory import OutOfMemory, out_of_memory, rows_for, size, stage
+from specdec.backends.cuda.memory import OutOfMemory, rows_for, stage
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.ops import DeltaShape
 from specdec.errors import SpecdecError
@@ -91,17 +91,3 @@ def test_a_sequence_that_outgrows_the_device_fails_and_others_go_on(
     target.decode(state, [5])
     target.commit(state, 1)
     assert state.length == 5
-
-
-def test_sizes_for_people() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 1536, 3 * 2**20, 5 * 2**30, 2**42)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.0 KiB",
-        "1.5 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-        "4096.0 GiB",
-    ]
-    unknown = out_of_memory("a graph", None, 1, 2, "less")
-    assert "asked for" not in unknown.facts

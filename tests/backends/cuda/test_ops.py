@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
-from specdec.backends.ops import DeltaShape, Rope
 from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
-from specdec.errors import ContractError, StateError, UnsupportedError
+from specdec.errors import ContractError, UnsupportedError
 from specdec.testing import OpsSubject, Subject, check_subjects
 from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks
 
@@ -45,58 +44,6 @@ def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_whole_contract_of_operations(make: Callable[..., CudaOps], dtype: str) -> None:
     check_subjects("cuda", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
-
-
-# --- results that wait -----------------------------------------------------------------------------------------------
-
-
-def test_a_convolution_may_be_looked_at_after_its_commit(make: Callable[..., CudaOps]) -> None:
-    """It is computed when the pass is committed, from the rows before the pass, if somebody still holds it."""
-    ops = make()
-    shape = DeltaShape(key_heads=1, value_heads=1, key_dim=8, value_dim=8, kernel=4)
-    draw = torch.Generator().manual_seed(2)
-    x = torch.randn(6, shape.channels, generator=draw).to(ops.device.place)
-    gate = torch.randn(6, 1, generator=draw).to(ops.device.place)
-    weight, one = ops.vector(torch.randn(shape.channels, 4, generator=draw)), ops.vector(torch.ones(1))
-    found = []
-    for late in (False, True):
-        cache = ops.new_delta(shape)
-        for part in (slice(0, 4), slice(4, 6)):
-            u = ops.conv_window(x[part], weight, cache)
-            if not late:
-                u.tensor()
-            ops.gated_delta(u, gate[part], gate[part], one, one, cache, shape)
-            cache.commit(2)
-        found.append(u.tensor())
-    assert torch.equal(*found)
-    with pytest.raises(StateError, match="without a pass"):
-        cache.commit(1)
-    with pytest.raises(StateError, match="the same cache"):
-        ops.gated_delta(x[:1], gate[:1], gate[:1], one, one, cache, shape)
-    long = torch.zeros(20, shape.channels, device=ops.device.place)
-    many = torch.zeros(20, 1, device=ops.device.place)
-    ops.gated_delta(ops.conv_window(long, weight, cache), many, many, one, one, cache, shape)
-    with pytest.raises(StateError, match="20 rows must be committed whole"):
-        cache.commit(3)
-
-
-def test_a_query_that_was_rotated_elsewhere_is_taken_as_it_is(make: Callable[..., CudaOps]) -> None:
-    """Only a query and a key on their way to the cache's own position are rotated by the launch that writes them."""
-    ops, reference = make(), ReferenceOps(torch.float32)
-    rope, draw = Rope.of(1e4, 8), torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 8, generator=draw) for heads in (4, 2, 2))
-    for position in (0, 5):
-        found = []
-        for one in (reference, ops):
-            cache = one.new_kv(16, 2, 8)
-            place = "cpu" if one is reference else ops.device.place
-            query = one.norm_rope(q.to(place), None, 1e-6, rope, position)
-            key = one.norm_rope(k.to(place), None, 1e-6, rope, position)
-            found.append(one.attend(query, key, v.to(place), cache, scale=0.3).cpu())
-            cache.commit(2)
-            found.append(cache.save()["keys"].cpu())
-        assert torch.allclose(found[0], found[2], atol=1e-5)
-        assert torch.allclose(found[1], found[3], atol=1e-5)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -179,14 +126,6 @@ def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
         )
 
 
-def test_a_packed_weight_without_a_kernel_is_decoded(make: Callable[..., CudaOps]) -> None:
-    """Blocks of scales that no tile divides."""
-    matrix = stored("fp8-block", 20, 33, 0, (20, 11))
-    made = make().weight(matrix)
-    assert isinstance(made, DenseWeight)
-    assert torch.equal(made.tensor.cpu(), matrix.decode())
-
-
 @pytest.mark.sample
 def test_weights_that_are_projected_together_share_memory(make: Callable[..., CudaOps]) -> None:
     """So that one launch reads them; a second use, or one of them alone, changes nothing."""
@@ -204,13 +143,6 @@ def test_weights_that_are_projected_together_share_memory(make: Callable[..., Cu
         assert torch.allclose(got.cpu(), wanted, atol=1e-4)
         assert torch.equal(weight.tensor.cpu(), matrix)
     assert held[1].tensor.untyped_storage().data_ptr() == held[0].tensor.untyped_storage().data_ptr()
-
-
-def test_a_stack_is_aligned_whatever_the_sizes(make: Callable[..., CudaOps]) -> None:
-    for dtype in ("float32", "bfloat16"):
-        stack = make(dtype).stack([torch.randn(3, 5) for _ in range(4)])
-        assert stack.aligned
-        assert len({one.tensor.untyped_storage().data_ptr() for one in stack.experts}) == 1
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------

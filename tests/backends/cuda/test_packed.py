@@ -12,9 +12,8 @@ from torch import Tensor
 from specdec.backends.cuda import weights
 from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
-from specdec.checkpoints.quantised import fp4
 from specdec.errors import ShapeError, UnsupportedError
-from tests.backends.cuda.kernel_runs import FORMS, weight_of
+from tests.backends.cuda.kernel_runs import weight_of
 
 pytestmark = pytest.mark.interpreter
 
@@ -48,10 +47,6 @@ def test_a_scale_per_row_and_partial_blocks(device: torch.device) -> None:
     for form in ("fp8 per row", "fp8 32x32"):
         weight = weight_of(form, 37, 48, torch.float32, device)
         assert torch.equal(_columns(weight, device), weight.decode())
-
-
-def test_decoding_agrees_with_the_loader() -> None:
-    assert torch.equal(torch.tensor(weights._E2M1), fp4.E2M1)
 
 
 # --- the device's PTX, run by hand ------------------------------------------------------------------------------------
@@ -141,27 +136,7 @@ def test_the_ptx_of_e2m1_and_of_its_scale() -> None:
                 assert np.array_equal(_bfloat16_pairs(times), expected)
 
 
-def test_a_wrong_shift_is_seen() -> None:
-    wrong = _lines(packed.E4M3.value).replace("shr.b32 n, n, 4", "shr.b32 n, n, 3")
-    values, right = (run_ptx(source, {"$2": _packed_bytes()}) for source in (wrong, _lines(packed.E4M3.value)))
-    assert np.array_equal(values["$0"], right["$0"])
-    assert not np.array_equal(values["$1"], right["$1"])
-
-
 # --- holders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_stack_knows_where_its_experts_are(form: str, device: torch.device) -> None:
-    stack = ExpertStack(tuple(weight_of(form, 8, 32, torch.float32, device, seed) for seed in range(3)))
-    assert stack.shape == (3, 8, 32)
-    assert len(stack) == 3
-    assert stack.aligned
-    assert stack.decode().shape == (3, 8, 32)
-    assert stack.nbytes == sum(expert.nbytes for expert in stack.experts)
-    for row, expert in zip(stack.addresses.tolist(), stack.experts, strict=True):
-        there = [part.data_ptr() for part in weights.parts(expert)]
-        assert row == there + [0] * (3 - len(there))
 
 
 @pytest.mark.sample

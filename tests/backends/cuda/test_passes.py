@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.backends.cuda import caches, memory, passes
+from specdec.backends.cuda import caches, memory
 from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Needs
-from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, StateError
 from tests import tiny
 from tests.backends import families
 from tests.backends.cuda.fake import CaptureRefused, FakeDevice
@@ -125,48 +125,6 @@ def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     check_sequences_share_a_graph(build)
 
 
-@pytest.mark.parametrize("baked", ["row", "table"])
-def test_a_graph_that_keeps_a_length_is_caught(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, baked: str
-) -> None:
-    """The row of the table as it was when the graph was captured, or a static table that is filled only once."""
-    if baked == "row":
-        original = caches.CapturedCache.__init__
-
-        def keeping(self: Any, cache: Any, row: Any, bound: int) -> None:
-            original(self, cache, row.clone(), bound)
-
-        monkeypatch.setattr(passes.CapturedCache, "__init__", keeping)
-    else:
-        load = passes.CudaPasses.load
-
-        def once(self: Any, table: Any, tokens: Any, hidden: Any) -> None:
-            held = self.current.clone() if self.graphs else table
-            load(self, held, tokens, hidden)
-
-        monkeypatch.setattr(passes.CudaPasses, "load", once)
-    with pytest.raises(AssertionError):
-        check_sequences_share_a_graph(build)
-
-
-def test_a_pass_that_calculates_with_a_length_is_refused() -> None:
-    ops = CudaOps(FakeDevice(), torch.float32)
-    table = ops.weight(torch.randn(7, 16))
-    known = {
-        "length": lambda caches, tokens, hidden: ops.embed(table, tokens)[caches[0].length :],
-        "tokens": lambda caches, tokens, hidden: ops.embed(table, list(tokens)),
-    }
-    for body in known.values():
-        made = [ops.new_kv(8, 1, 16)]
-        with pytest.raises(StateError):
-            ops.record_passes(body, made, 0).bind(made).run([1, 2])
-    made = [ops.new_kv(8, 1, 16)]
-    refused = ops.record_passes(lambda caches, tokens, hidden: ops.embed(table, tokens) + 1, made, 0)
-    with pytest.raises(UnsupportedError, match="a pass of 2 rows cannot be captured as a CUDA graph") as error:
-        refused.bind(made).run([1, 2])
-    assert error.value.facts["try"] == "SPECDEC_EAGER=1"
-
-
 def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that outgrows its memory twice, beside one that had room from the start."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
@@ -242,15 +200,6 @@ def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[
     assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
 
 
-def test_a_draft_without_room_is_not_chained(build: Callable[..., Any]) -> None:
-    for target in (build(**HEAD), build(eager=True, **HEAD)):
-        state = target.new_state(4, Needs(mtp=True))
-        target.prefill(state, [1, 2, 3])
-        state.mtp.capacity = 5
-        assert target._chain(state, state.mtp_pass, 4, 5, target._mtp_lm_head, None) is None
-        assert (state.mtp.length, state.pairs.fed, state.pairs.waiting) == (2, 2, 1)
-
-
 def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any]) -> None:
     """The embedding of one token breaks, so that the second step fails."""
     target = build(**HEAD)
@@ -266,19 +215,3 @@ def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any
         with pytest.raises(ContractError, match="not finite"):
             target.draft_mtp(state, 2, 3, choose=choose)
         assert (state.mtp.length, state.pairs.fed) == (4, 3)
-
-
-def test_hidden_states_that_do_not_fit_are_refused(build: Callable[..., Any]) -> None:
-    target = build(**HEAD)
-    state = target.new_state(20, Needs(mtp=True))
-    for hidden in (None, torch.zeros(1, 33), torch.zeros(2, 32), torch.zeros(1, 32, dtype=torch.bfloat16)):
-        with pytest.raises(ShapeError, match="hidden states that do not fit"):
-            state.mtp_pass.run([1], hidden)
-
-
-def test_eager_passes_say_why(build: Callable[..., Any]) -> None:
-    target = build(eager=True, **HEAD)
-    assert target.info.kernels.endswith("; passes run eagerly: asked for")
-    target.decode(target.new_state(8), [1, 2])
-    assert target.ops.device.graphs == []
-    assert "eagerly" not in build(**HEAD).info.kernels

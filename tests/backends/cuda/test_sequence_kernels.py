@@ -9,8 +9,6 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,10 @@ import torch
 from torch import Tensor
 
 from specdec.backends.cuda.kernels import attention, commit, delta, delta_chunked, latent, rope
-from specdec.backends.cuda.kernels.launch import launch
 from specdec.backends.ops import DeltaShape
 from specdec.errors import ShapeError, UnsupportedError
 from tests.backends import oracle
-from tests.backends.cuda.kernel_runs import DTYPES, KV, NAN, ROUNDING, UNIT, Delta, draw, mutated
+from tests.backends.cuda.kernel_runs import DTYPES, KV, ROUNDING, UNIT, Delta, draw
 from tests.backends.oracle import to_host
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value")]  # NaN is what it is about
@@ -37,8 +34,8 @@ class Layer(abc.ABC):
 
     cache: Any
 
-    def __init__(self, module: Any, device: torch.device, start: int, rows: int, dtype: torch.dtype) -> None:
-        self.module, self.device, self.start, self.rows, self.dtype = module, device, start, rows, dtype
+    def __init__(self, device: torch.device, start: int, rows: int, dtype: torch.dtype) -> None:
+        self.device, self.start, self.rows, self.dtype = device, start, rows, dtype
 
     def draw(self, seed: int, *shape: int) -> Tensor:
         return draw(seed, *shape, device=self.device, dtype=self.dtype)
@@ -111,10 +108,9 @@ class Attention(Layer):
         *,
         gated: bool = True,
         dtype: torch.dtype = torch.float32,
-        module: Any = attention,
         capacity: int = 0,
     ) -> None:
-        super().__init__(module, device, start, rows, dtype)
+        super().__init__(device, start, rows, dtype)
         self.nq, self.nkv, self.dim = heads
         pair = self.draw(1, rows, self.nq, 2, self.dim)
         self.q, self.gate = pair[:, :, 0], pair[:, :, 1] if gated else None
@@ -134,7 +130,7 @@ class Attention(Layer):
     def run(self, at: int, rows: int, right: int | None = None) -> Tensor:
         gate = None if self.gate is None else self.gate[at : at + rows]
         query, most = self.turned(at, rows, right), len(self.cache.keys)
-        return self.module.attend(
+        return attention.attend(
             query, self.cache.row, kv_heads=self.nkv, scale=self.dim**-0.5, gate=gate, max_length=most
         )
 
@@ -168,9 +164,8 @@ class Latent(Layer):
         heads: tuple[int, int, int] = (3, 24, 20),
         *,
         dtype: torch.dtype = torch.float32,
-        module: Any = latent,
     ) -> None:
-        super().__init__(module, device, start, rows, dtype)
+        super().__init__(device, start, rows, dtype)
         count, dims, self.values = heads
         self.q, self.row = self.draw(1, rows, count, dims), self.draw(2, rows, dims + 3)[:, 3:]
         self.cache = KV(start + rows + 5, 1, dims, device, dtype).fill(3, start)
@@ -180,7 +175,7 @@ class Latent(Layer):
         row = self.row[at : at + rows].clone()
         row[rows if right is None else right :] *= -2
         q, most = self.q[at : at + rows], len(self.cache.keys)
-        return self.module.attend_latent(q, row, self.cache.row, scale=0.2, value_dims=self.values, max_length=most)
+        return latent.attend_latent(q, row, self.cache.row, scale=0.2, value_dims=self.values, max_length=most)
 
     def contents(self) -> Tensor:
         return self.cache.keys[: self.cache.length].clone()
@@ -222,9 +217,8 @@ class Recurrence(Layer):
         slot: int = 13,
         slots: int = 17,
         pace: float = 0.0,
-        module: Any = delta,
     ) -> None:
-        super().__init__(module, device, start, rows, dtype)
+        super().__init__(device, start, rows, dtype)
         self.shape, self.slot, heads = shape, slot, shape.value_heads
         fused = self.draw(1, rows, shape.channels + 2 * heads + 3)  # as one product leaves it
         self.qkv, self.a, self.b = fused[:, 3 : 3 + shape.channels], fused[:, -heads:], fused[:, -2 * heads : -heads]
@@ -251,7 +245,7 @@ class Recurrence(Layer):
         x, a, b = self.qkv[part].clone(), self.a[part].clone(), self.b[part]
         x[rows if right is None else right :] *= -3
         a[rows if right is None else right :] += 1
-        return self.module.delta_rows(x, a, b, self.weight, self.a_log, self.dt_bias, self.cache.row, self.shape)
+        return delta.delta_rows(x, a, b, self.weight, self.a_log, self.dt_bias, self.cache.row, self.shape)
 
     def contents(self) -> Tensor:
         return torch.cat([self.cache.state.flatten(), self.cache.window().flatten().float()])
@@ -414,44 +408,12 @@ def test_the_convolution_of_a_prompt_has_the_bits_of_single_rows(device: torch.d
 # --- splits of attention ---------------------------------------------------------------------------------------------
 
 
-def test_splits_tile_the_positions() -> None:
-    """The count on the host is where the next split starts, for every length around every boundary."""
-    reach, fine, coarse = (c.value for c in (attention.REACH, attention.FINE, attention.COARSE))
-    starts = [*range(0, reach, fine), *range(reach, reach + 4 * coarse, coarse)]
-    for split, start in enumerate(starts):
-        assert attention.count_splits(start) == split
-        assert attention.count_splits(start + 1) == split + 1
-
-
-def test_coarse_splits_begin_where_they_begin(device: torch.device) -> None:
-    """Rows on both sides of the position from which splits are longer."""
-    layer = Attention(device, attention.REACH.value - 1, 2)
-    rows_are_their_own(layer, (2,))
-    layer.check(2)
-
-
 def test_capacity_and_programs_show_in_no_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, roomy = Attention(device, 400, 3), Attention(device, 400, 3, capacity=2000)
     expected = layer.run(0, 3)
     assert torch.equal(roomy.run(0, 3), expected)
     monkeypatch.setattr(attention, "PROGRAMS", 3)  # one program for all splits of a KV head
     assert torch.equal(layer.run(0, 3), expected)
-
-
-def an_unseen_split_is_empty(layer: Attention) -> None:
-    """Three rows of which the last alone sees the second split: the others' sums of it are exactly nothing."""
-    query = layer.turned(0, 3)
-    sums, stats = (torch.full((2, 6, n), NAN, device=layer.device) for n in (16, 2))
-    tiles, row = layer.module.tiling(sums.dtype, 16), layer.cache.row
-    launch(layer.module._attend_splits, (1, 1, 1), query, row, sums, stats, 0.3, 3, 2, NKV=1, GROUP=2, D=16, **tiles)
-    assert (stats[1, :4, 0] == -torch.inf).all()
-    assert (stats[1, :4, 1] == 0).all()
-    assert (sums[1, :4] == 0).all()
-    assert stats[1, 4:, 1].tolist() == [1.0, 1.0]
-
-
-def test_an_unseen_split_is_empty(device: torch.device) -> None:
-    an_unseen_split_is_empty(Attention(device, 126, 3))
 
 
 def test_a_pass_longer_than_promised_is_seen(device: torch.device) -> None:
@@ -473,11 +435,11 @@ def chunked_bound(rows: int, shape: DeltaShape, states: Any, u: Tensor) -> float
     return float(UNIT * (rows / delta_chunked.CHUNK + 1) * (delta_chunked.CHUNK + shape.key_dim + 8) * largest)
 
 
-def check_chunked(module: Any, layer: Recurrence, rows: int) -> None:
+def check_chunked(layer: Recurrence, rows: int) -> None:
     cache, shape = layer.cache, layer.shape
     u = layer.convolved(rows)
     a, b = layer.a[:rows], layer.b[:rows]
-    out = module.delta_chunked(u, a, b, layer.a_log, layer.dt_bias, cache.row, shape)
+    out = delta_chunked.delta_chunked(u, a, b, layer.a_log, layer.dt_bias, cache.row, shape)
     expected, states = layer.expected(u)
     limit = chunked_bound(rows, shape, states, u)
     assert abs(to_host(out) - expected).max() <= limit
@@ -488,24 +450,20 @@ def check_chunked(module: Any, layer: Recurrence, rows: int) -> None:
 @pytest.mark.parametrize(("rows", "pace"), [(1, 0.0), (63, -12.0), (64, 12.0), (65, 0.0), (130, -12.0), (130, 12.0)])
 def test_delta_chunked(rows: int, pace: float, device: torch.device) -> None:
     """Against the recurrence in float64, from a state that is not empty; the slot is the last of two."""
-    check_chunked(delta_chunked, Recurrence(device, 3, rows, SHAPES[0], slot=1, slots=2, pace=pace), rows)
-
-
-def gentle_behind_strong(module: Any, device: torch.device) -> None:
-    """A row that forgets everything (g about -3e5), then rows that forget little: their decays must still be right."""
-    layer = Recurrence(device, 3, 60, SHAPES[0], slot=0, slots=2, pace=-6.0)
-    layer.a[9], layer.a_log[:] = 1e5, 1.0
-    check_chunked(module, layer, 60)
+    check_chunked(Recurrence(device, 3, rows, SHAPES[0], slot=1, slots=2, pace=pace), rows)
 
 
 def test_gentle_decays_behind_a_strong_one(device: torch.device) -> None:
-    gentle_behind_strong(delta_chunked, device)
+    """A row that forgets everything (g about -3e5), then rows that forget little: their decays must still be right."""
+    layer = Recurrence(device, 3, 60, SHAPES[0], slot=0, slots=2, pace=-6.0)
+    layer.a[9], layer.a_log[:] = 1e5, 1.0
+    check_chunked(layer, 60)
 
 
 def test_prompts_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece takes up the state that the one before left, and SLOT is where it was."""
     monkeypatch.setattr(delta_chunked, "PIECE", 64)
-    check_chunked(delta_chunked, Recurrence(device, 3, 150, SHAPES[1], slot=1, slots=3), 150)
+    check_chunked(Recurrence(device, 3, 150, SHAPES[1], slot=1, slots=3), 150)
 
 
 def test_decoding_takes_up_what_a_prompt_left(device: torch.device) -> None:
@@ -574,102 +532,3 @@ def test_shapes_are_checked(device: torch.device) -> None:
     for error, message, call in refused:
         with pytest.raises(error, match=message):
             call()
-
-
-# --- mutants ---------------------------------------------------------------------------------------------------------
-
-
-def _rows(kind: str) -> Callable[[Any, torch.device], None]:
-    make, start = KINDS[kind]
-    return lambda module, device: rows_are_their_own(make(device, start, 10, module=module), (5, 10))
-
-
-def _cycles(module: Any, device: torch.device) -> None:
-    rejected_rows_leave_no_trace(Recurrence(device, 29, 12, module=module))
-
-
-def _unseen(module: Any, device: torch.device) -> None:
-    an_unseen_split_is_empty(Attention(device, 126, 3, module=module))
-
-
-NEXT_SLOT = "        slot = tl.where(slot + 1 < slots, slot + 1, 0)\n"
-STORE = "        tl.store(states + slot * size + in_state, state, mask=real)\n"
-MUTANTS: dict[str, tuple[Any, Callable[[Any, torch.device], None], list[tuple[str, str]]]] = {
-    "splits from T": (
-        attention,
-        _rows("attention"),
-        [
-            (
-                "last = tl.minimum(split_start(split + 1), end)",
-                "last = tl.minimum(split_start(split + 1) - tl.where(T > 4, 16, 0), end)",
-            ),
-            (
-                "range(split_start(split), last, BLOCK_N)",
-                "range(split_start(split) - tl.where((T > 4) & (split > 0), 16, 0), last, BLOCK_N)",
-            ),
-        ],
-    ),
-    "a stale key is read": (
-        attention,
-        _rows("attention"),
-        [("written = (key_at < last)[:, None]", "written = (key_at < last + 1)[:, None]")],
-    ),
-    "rows see later rows": (
-        attention,
-        _rows("attention"),
-        [("key_at[None, :] <= position[:, None]", "key_at[None, :] < end + 0 * position[:, None]")],
-    ),
-    "infinity minus infinity": (attention, _unseen, [('tl.where(highest == float("-inf"), 0.0, highest)', "highest")]),
-    "latent: a stale row is read": (
-        latent,
-        _rows("latent"),
-        [("written = (at < last)[:, None]", "written = (at < last + 1)[:, None]")],
-    ),
-    "latent: rows see later rows": (
-        latent,
-        _rows("latent"),
-        [("at[None, :] <= position[:, None]", "at[None, :] < end + 0 * position[:, None]")],
-    ),
-    "latent: tiles from T": (latent, _rows("latent"), [("BLOCK_N=max(16,", "BLOCK_N=16 if T > 4 else max(16,")]),
-    "latent: rows a slot off": (
-        latent,
-        _rows("latent"),
-        [("slot = tl.load(row + LENGTH) + t\n", "slot = tl.load(row + LENGTH) + t + 1\n")],
-    ),
-    "the snapshot is a slot early": (delta, _cycles, [(NEXT_SLOT + STORE, STORE + NEXT_SLOT)]),
-    "slots do not come round": (
-        delta,
-        _cycles,
-        [("tl.where(slot + 1 < slots, slot + 1, 0)", "tl.minimum(slot + 1, slots - 1)")],
-    ),
-    "the ring is a row off": (delta, _rows("delta"), [("(length + t) % ring_rows", "(length + t + 1) % ring_rows")]),
-    "the window is a row off": (
-        delta,
-        _rows("delta"),
-        [("position = length - BACK\n", "position = length - BACK - 1\n")],
-    ),
-    "no keys in the ring": (delta, _rows("delta"), [("(tl.program_id(0) == 0) & (head %", "(head > 0) & (head %")]),
-    "float32 sums of g": (delta_chunked, gentle_behind_strong, [("chunked(g.double())", "chunked(g)")]),
-    "a row does not see itself": (delta_chunked, gentle_behind_strong, [(".exp().tril()", ".exp().tril(-1)")]),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_killed(name: str, device: torch.device, tmp_path: Path) -> None:
-    module, killer, changes = MUTANTS[name]
-    copy = mutated(module, tmp_path, *changes)
-    with pytest.raises(AssertionError):
-        killer(copy, device)
-
-
-def test_the_chunked_form_in_verification_is_killed(device: torch.device) -> None:
-    """The matrix form wherever there is more than one row: right, and with other bits."""
-
-    def chunked(x: Tensor, a: Tensor, b: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        if len(x) == 1:
-            return delta.delta_rows(x, a, b, weight, *rest)
-        a_log, dt_bias, row, shape = rest
-        return delta_chunked.delta_chunked(delta.conv_window(x, weight, row), a, b, a_log, dt_bias, row, shape)
-
-    with pytest.raises(AssertionError, match="5 rows"):
-        _rows("delta")(SimpleNamespace(delta_rows=chunked), device)

@@ -6,17 +6,15 @@ sums over lanes do not, for no kernel leaves their order to the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal
+from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.quantised import PackedMatrix
-from tests.backends.metal.emulator import Emulated, Knobs, OutOfBounds, Uninitialised, unavailable
+from tests.backends.metal.emulator import Emulated, Knobs, unavailable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +40,6 @@ elif _WHY_NOT is None:
 else:
     pytest.skip(_WHY_NOT, allow_module_level=True)
 EXECUTORS = [pytest.param(None, id="reference"), pytest.param(EMULATED, id="kernels")]
-emulated_only = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
 
 UNIT = 2.0**-24  # half the distance from 1 to the next float32: what one rounding costs, relatively
 NARROW = {mx.float32: (UNIT, 0.0), mx.bfloat16: (2.0**-8, 0.0), mx.float16: (2.0**-11, 2.0**-25)}
@@ -67,38 +64,6 @@ def bits(array: Any) -> NDArray[np.uint32]:
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two arrays are equal bit by bit, and finite: a NaN is memory that nobody should have read."""
     return bool((bits(a) == bits(b)).all() and np.isfinite(np.array(a.astype(mx.float32))).all())
-
-
-@attrs.define
-class Mutated:
-    """Runs kernels whose text has ``old`` replaced by ``new``; those without ``old`` as they are.
-
-    Attributes:
-        changed: how many kernels were run with another text.
-    """
-
-    executor: Executor
-    old: str
-    new: str
-    changed: int = 0
-
-    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
-        header, source = (text.replace(self.old, self.new) for text in (kernel.header, kernel.source))
-        mutant = attrs.evolve(kernel, header=header, source=source)
-        self.changed += mutant != kernel
-        return self.executor.run(mutant, inputs, launch)
-
-
-def caught(check: Callable[[Executor], bool], old: str, new: str, executor: Executor) -> bool:
-    """Whether ``check``, which holds, fails with kernels that compile and have ``old`` replaced by ``new``."""
-    mutated = Mutated(executor, old, new)
-    assert check(executor)
-    try:
-        held = check(mutated)
-    except (OutOfBounds, Uninitialised):
-        held = False
-    assert mutated.changed
-    return not held
 
 
 def affine(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import pytest
 
@@ -24,17 +22,3 @@ def test_every_kernel_is_timed_and_agrees_with_the_stock_one() -> None:
     lines = list(bench.kernel_table([attrs.asdict(each) for each in timed]))
     assert len(lines) == 2 + len(timed)
     assert len({line.count("|") for line in lines}) == 1
-
-
-def test_rows_that_depend_on_other_rows_are_seen() -> None:
-    lab = bench.Lab(QUICK)
-    x = lab.normal(3, 4)
-
-    def bits(factor: Any) -> str:
-        case = bench.Case(
-            what="x", run=lambda kernels, first, rows, *rest: x[first : first + rows] * factor(rows), moved=1
-        )
-        return bench.differing_rows(lab, case, lab.arms["stock"])
-
-    assert bits(lambda rows: 2) == "equal 2-3"
-    assert bits(lambda rows: 2 if rows < 3 else 2.1) == "differ 3"

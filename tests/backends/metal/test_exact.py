@@ -23,7 +23,7 @@ from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.families import arrays  # noqa: E402
-from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
+from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
@@ -95,15 +95,6 @@ def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made: Made, dtype:
     assert np.abs(reference - singly).max() <= (1e-4 if dtype == "float32" else 0.05) * np.ptp(reference)
 
 
-def test_a_kernel_that_depends_on_its_rows_is_found_out(made: Made) -> None:
-    """The same check over products that begin their sums with the number of rows beside them."""
-    mutated = Mutated(EMULATED, "sums[c][r] = 0.0f;", "sums[c][r] = 1.0e-3f * float(rows);")
-    target = made(mutated)
-    singly, together = (logits(target, passes)[0] for passes in ([1, 1], [2]))
-    assert mutated.changed
-    assert not np.array_equal(singly, together)
-
-
 def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made: Made) -> None:
     target = made(EMULATED)
     drafts = []
@@ -128,16 +119,6 @@ def test_the_probe_at_load_sees_more_than_one_part_of_attention_on_a_gpu(monkeyp
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_each_mode_says_of_itself(made: Made) -> None:
-    exact, fast = MetalOps(mx.bfloat16, executor=EMULATED), MetalOps(mx.bfloat16, mode="fast")
-    assert exact.capabilities.parity is Parity.BITWISE
-    assert "longer chunks" in exact.capabilities.parity_reason
-    assert exact.capabilities.max_rows == 8
-    assert fast.capabilities.parity is Parity.NUMERIC
-    assert 'mode = "fast"' in fast.capabilities.parity_reason
-    assert exact.capabilities.kernels != fast.capabilities.kernels  # part of a probe's identity
 
 
 @pytest.mark.sample

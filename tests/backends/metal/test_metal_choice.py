@@ -101,23 +101,6 @@ def test_the_mode_is_an_option_of_the_backend() -> None:
     assert not any("mode" in notice for notice in exact.generate(PROMPT, max_new_tokens=2).notices)
 
 
-@pytest.mark.parametrize(
-    ("backend", "option", "said"),
-    [
-        ("metal", "mode=exakt", "target.backend_options.mode takes 'exact', 'fast'"),
-        ("metal", "made=fast", "target.backend_options.made is unknown"),
-        ("cpu", "mode=fast", r"Known keys: threads"),
-    ],
-)
-def test_a_wrong_option_is_refused(backend: str, option: str, said: str) -> None:
-    if backend == "metal":
-        pytest.importorskip("mlx.core", exc_type=ImportError)
-    override = f"target.backend_options.{option}"
-    with pytest.raises(ConfigError, match=said) as refused:
-        pipeline.build(specdec.load_config(None, [f"target.backend={backend}", override]))
-    assert f"-s {override}" in str(refused.value)
-
-
 @pytest.mark.slow
 def test_the_embedded_model_says_the_same_on_both_backends() -> None:
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.cpu.caches import CpuKVCache  # noqa: E402
-from specdec.backends.metal.caches import BUCKET, MetalKVCache, MetalLatentCache  # noqa: E402
+from specdec.backends.metal.caches import MetalKVCache, MetalLatentCache  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Choosing, Context, Drafter, Parity  # noqa: E402
 from specdec.errors import ContractError, UnsupportedError  # noqa: E402
@@ -233,27 +233,6 @@ def test_a_session_may_go_on_in_another_thread(
     assert found == truth
 
 
-@pytest.mark.slow
-@exact
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_larger_buckets_change_nothing(metal: Targets, family: str) -> None:
-    """Prompts that end around the edge of a bucket, in other chunks than one row at a time."""
-    target = metal(family)
-    tokens = [(11 * i + 5) % VOCAB for i in range(BUCKET + 9)]
-    singly = target.new_state(BUCKET + 20)
-    for token in tokens:
-        target.decode(singly, [token])
-        target.commit(singly, 1)
-    assert singly.nbytes() > target.new_state(BUCKET + 20).nbytes()
-    state = target.new_state(BUCKET + 20)
-    target.prefill(state, tokens[: BUCKET - 3])
-    target.decode(state, tokens[BUCKET - 3 : BUCKET + 5])
-    target.commit(state, 2)
-    target.decode(state, tokens[BUCKET - 1 : BUCKET + 9])
-    target.commit(state, 10)
-    tiny.assert_same_bits(arrays(target, state), arrays(target, singly))
-
-
 def test_a_pass_writes_keys_and_values_in_place(metal: Targets) -> None:
     """A view that outlived its pass would make every later one copy the whole cache."""
     target = metal("qwen3")
@@ -278,15 +257,3 @@ def test_a_pass_writes_keys_and_values_in_place(metal: Targets) -> None:
     assert max(peaks[:3]) < cache.nbytes() / 8
     assert peaks[3] >= cache.nbytes() / 2  # and the measurement sees it
     assert keys is not None
-
-
-def test_a_long_prompt_leaves_only_its_state_behind(metal: Targets) -> None:
-    """The hidden states of its last chunk stay, as somebody may ask for them; the inputs of the layers do not."""
-    target, rows = metal("qwen3_5"), 500
-    mx.synchronize()
-    before = mx.get_active_memory()
-    state = target.new_state(512)
-    target.prefill(state, [1] * rows)
-    mx.synchronize()
-    held = mx.get_active_memory() - before
-    assert state.nbytes() <= held <= state.nbytes() + 1.5 * rows * target.info.hidden_size * 4

@@ -12,11 +12,10 @@ from hypothesis import given
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from specdec.backends.metal.arrays import MetalLogits, from_host, to_host  # noqa: E402
+from specdec.backends.metal.arrays import MetalLogits  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.ops import DeltaShape, Routing  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
-from tests.backends import oracle  # noqa: E402
 from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks  # noqa: E402
 
 OPS = MetalOps(mx.float32)
@@ -32,20 +31,6 @@ def test_equal_experts_go_by_id() -> None:
     assert all(0 <= expert < 7 for row in ids.tolist() for expert in row)
 
 
-@pytest.mark.parametrize("taps", [2, 3, 5])
-def test_convolutions_of_any_width(taps: int) -> None:
-    """In two passes; the kit has one width only."""
-    shape = DeltaShape(key_heads=1, value_heads=1, key_dim=2, value_dim=3, kernel=taps)
-    x, weight, zeros = torch.randn(7, shape.channels), torch.randn(shape.channels, taps), mx.zeros((7, 1))
-    cache, found = OPS.new_delta(shape), []
-    for part in (slice(0, 5), slice(5, 7)):
-        found.append(to_host(u := OPS.conv_window(OPS.weight(x[part]), OPS.vector(weight), cache)))
-        OPS.gated_delta(u, zeros[part], zeros[part], mx.zeros(1), mx.zeros(1), cache, shape)
-        cache.commit(len(x[part]))
-    padded = torch.cat([torch.zeros(taps - 1, shape.channels), x]).double().numpy()
-    assert np.allclose(torch.cat(found), oracle.conv_window(padded, weight.double().numpy()), atol=1e-5)
-
-
 @given(case=exact_heads())
 def test_logits_full_and_pruned(case: tuple[torch.Tensor, torch.Tensor, list[int], list[int]]) -> None:
     check_logits(OPS, OPS.weight(case[0]), case, 1e-12)
@@ -57,15 +42,6 @@ def test_a_row_that_is_not_finite_has_no_best_token(value: float) -> None:
     rows[1, 2] = value
     with pytest.raises(ContractError, match="row 1"):
         MetalLogits(mx.array(rows)).argmax()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_way_to_mlx_and_back_keeps_the_bits(dtype: str) -> None:
-    tensor = torch.randn(7, 6).to(getattr(torch, dtype))[:, 1:4]  # strided
-    array = from_host(tensor, getattr(mx, dtype))
-    assert array.dtype == getattr(mx, dtype)
-    assert torch.equal(to_host(array), tensor)
-    assert torch.equal(to_host(array.T), tensor.T)
 
 
 def test_what_does_not_fit_is_refused() -> None:

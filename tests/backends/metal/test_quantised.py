@@ -25,7 +25,6 @@ from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint  # n
 from specdec.checkpoints.quantised import StoredMatrix  # noqa: E402
 from specdec.config import RunConfig, TargetConfig  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
-from specdec.errors import ConfigError  # noqa: E402
 from specdec.models.loading import load_target  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from specdec.testing import OpsSubject, Subject, check_subjects  # noqa: E402
@@ -204,17 +203,6 @@ def test_the_operations_in_float16() -> None:
     ).raise_for_failures()
 
 
-@pytest.mark.parametrize("family", cases(FAMILIES, sample=1, mark="slow"))
-def test_float16_is_closer_to_float32_than_bfloat16_is(checkpoint: Callable[..., Path], family: str) -> None:
-    folder = checkpoint(family, **FAMILIES[family])
-    rows = {}
-    for dtype in DTYPES:
-        target = tiny.make_target(folder, dtype=dtype, ops=MetalOps(getattr(mx, dtype)))
-        rows[dtype] = target.decode(target.new_state(32), PROMPT[:2]).need_logits().rows().copy()
-    off = {dtype: np.abs(rows[dtype] - rows["float32"]).mean() for dtype in DTYPES}
-    assert 0 < off["float16"] < off["bfloat16"] / 3
-
-
 def test_a_checkpoint_in_float16_runs_in_float16(tmp_path: Path) -> None:
     folder = tiny.write_qwen3_5(tmp_path / "f16", dtype="float16")
     loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), backend="metal")))
@@ -230,19 +218,3 @@ def test_a_checkpoint_in_float16_runs_in_float16(tmp_path: Path) -> None:
     assert np.array_equal(loaded.target.decode(again, [7, 8]).need_logits().rows(), wanted)
     loaded.target.commit(state, 1)
     assert len(tiny.plain_run(loaded.target, PROMPT, 4)) == 4
-
-
-def test_scales_in_float16_make_a_model_in_float16(converted: Callable[..., tuple[Path, Path]]) -> None:
-    """Most of its parameters are codes, which count as what their scales are stored in."""
-    mlx, _ = converted("qwen3", "float16")
-    target: Any = load_target(RunConfig(target=TargetConfig(model=str(mlx), backend="metal"))).target
-    assert target.info.dtype == "float16"
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    assert target.model.embed_tokens.scales.dtype == (mx.float16 if on_gpu else mx.float32)
-
-
-def test_the_cpu_backend_has_no_float16(tmp_path: Path) -> None:
-    folder = tiny.write_qwen3(tmp_path / "f16", dtype="float16")
-    with pytest.raises(ConfigError, match=r"takes auto, bfloat16 or float32 on the cpu backend, got 'float16'"):
-        load_target(RunConfig(target=TargetConfig(model=str(folder), backend="cpu", dtype="float16")))
-    assert load_target(RunConfig(target=TargetConfig(model=str(folder), backend="cpu"))).target.info.dtype != "float16"

@@ -7,7 +7,6 @@ with the decoders under test. Nothing here is a test.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -243,7 +242,3 @@ def quantised(
         stored |= {f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()}
         decoded[name] = torch.from_numpy(values).to(dtype)
     return stored, decoded
-
-
-def with_config(folder_config: Mapping[str, Any], **quantization: Any) -> dict[str, Any]:
-    return {**folder_config, "quantization_config": quantization}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
 from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
-from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
-from specdec.models.loading import _stored_dtype, load_target
+from specdec.models.loading import load_target
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.quantisers import Tensors
@@ -232,12 +228,6 @@ def test_a_large_bias_that_overflows_is_found(tmp_path: Path) -> None:
     assert check_weights(checkpoint, {NAME: TensorSpec((20, 320))}).non_finite == [NAME]
 
 
-def test_the_dtype_of_the_scales_is_that_of_the_model(tmp_path: Path) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        parts, _ = mlx_layout.affine(drawn(0, 20, 320), 4, 64, dtype)
-        assert _stored_dtype(opened(tmp_path / str(dtype), parts, **USUAL)) == str(dtype).removeprefix("torch.")
-
-
 # --- whole checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -252,34 +242,6 @@ def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path: Path, family:
     else:
         routed = family in ("qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3")
         assert formats == {"f32", "mlx-affine 4 bits g32"} | ({"mlx-affine 8 bits g32"} if routed else set())
-    assert_same_logits(mlx, twin)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe"])
-def test_a_head_that_mlx_lm_left_out_is_a_notice(tmp_path: Path, family: str) -> None:
-    mlx, _ = made(tmp_path, family)
-    loaded = load_target(RunConfig(target=TargetConfig(model=str(mlx))))
-    assert loaded.target.info.mtp_layers == 0
-    told = [notice for notice in loaded.notices if "promises an MTP head" in notice]
-    counted = family != "qwen3_next"  # whose config promises nothing
-    assert len(told) == counted
-    for notice in told:
-        assert re.search(r"\((mtp_num_hidden_layers|num_nextn_predict_layers) = 1\)", notice)
-        assert "mlx-lm leaves them out" in notice
-    report = specdec.inspect_checkpoint(str(mlx))
-    assert report.missing == report.unused == report.problems == []
-    assert report.mtp.startswith("none")
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_a_head_whose_norms_may_be_either_is_not_used(tmp_path: Path, family: str) -> None:
-    mlx, twin = made(tmp_path, family, keep_head=True)
-    loaded = load_target(RunConfig(target=TargetConfig(model=str(mlx), dtype="float32")))
-    assert loaded.target.info.mtp_layers == 0
-    assert any("the MTP head is not used: mlx-lm's conversion adds 1" in notice for notice in loaded.notices)
-    assert any("of an MTP head not used" in notice for notice in loaded.notices)
-    report = specdec.inspect_checkpoint(str(mlx))
-    assert "adds 1 to the norms" in report.mtp
     assert_same_logits(mlx, twin)
 
 
@@ -324,33 +286,6 @@ def test_a_head_without_such_norms_is_used(tmp_path: Path, family: str) -> None:
     assert load_target(RunConfig(target=TargetConfig(model=str(mlx)))).target.info.mtp_layers == 1
 
 
-def test_quantising_alone_leaves_the_head_and_the_norms_as_they_are(tmp_path: Path) -> None:
-    """Tensors in MLX's format under the original names and shapes: raw norms, as the convolutions say."""
-    source = tiny.write_qwen3_5(tmp_path / "source", **FAMILIES["qwen3_5"])
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    stored: Tensors = {}
-    plain: Tensors = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        stored[name] = plain[name] = tensor
-        if tensor.dim() == 2 and "norm" not in name:
-            parts, values = mlx_layout.affine(tensor.numpy(), 6, 32)
-            stored |= {name.removesuffix("weight") + suffix: part for suffix, part in parts.items()}
-            plain[name] = torch.from_numpy(values)
-    told = {**config, "quantization": {"group_size": 32, "bits": 6}}
-    for folder, given_config, tensors in (("mlx", told, stored), ("twin", config, plain)):
-        tiny.write_tokenizer(write_checkpoint(tmp_path / folder, given_config, tensors))
-    found = []
-    for folder in ("mlx", "twin"):
-        target = tiny.make_target(tmp_path / folder)
-        state = target.new_state(32, tiny.needs_of(target))
-        out = target.decode(state, PROMPT)
-        target.commit(state, len(PROMPT))
-        drafted = target.decode_mtp(state, PROMPT[1:], out.need_hidden()[:-1])
-        found.append([torch.as_tensor(one.need_logits().rows()).clone() for one in (out, drafted)])
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
-
-
 def test_convolutions_in_both_layouts_are_refused(tmp_path: Path) -> None:
     mlx, _ = made(tmp_path, "qwen3_5", sizes=mlx_layout.plain)
     tensors = load_file(mlx / "model.safetensors")
@@ -359,17 +294,3 @@ def test_convolutions_in_both_layouts_are_refused(tmp_path: Path) -> None:
     write_checkpoint(mlx, json.loads((mlx / "config.json").read_text(encoding="utf-8")), tensors)
     with pytest.raises(CheckpointError, match=r"layers\.1\.linear_attn\.conv1d\.weight is not"):
         load_target(RunConfig(target=TargetConfig(model=str(mlx))))
-
-
-def test_info_names_the_format_and_counts_experts_once(tmp_path: Path) -> None:
-    mlx, twin = made(tmp_path, "qwen3_5_moe")
-    reports = [specdec.inspect_checkpoint(str(folder)) for folder in (mlx, twin)]
-    assert reports[0].parameters == reports[1].parameters
-    assert {row.module for row in reports[0].formats} == {row.module for row in reports[1].formats}
-    assert {row.format for row in reports[0].formats if row.module == "experts"} == {"mlx-affine 4 bits g32"}
-    assert reports[0].decode_step is not None
-    assert reports[1].decode_step is not None
-    assert reports[0].decode_step.weights == reports[1].decode_step.weights
-    outcome = CliRunner().invoke(main, ["info", str(mlx)])
-    assert outcome.exit_code == 0
-    assert "mlx-affine 4 bits g32" in outcome.output

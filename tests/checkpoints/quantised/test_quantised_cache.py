@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specdec.checkpoints import Checkpoint, StoredWeights
-from specdec.checkpoints.quantised import DecodedCache
-from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
 from specdec.models.loading import LoadedTarget, load_target
@@ -70,26 +66,6 @@ def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_pat
     assert "quantization_config" not in cached.config
     with safe_open(entry / "model.safetensors", "pt") as file:  # an ordinary file to others too
         assert file.metadata() == {"format": "pt"}
-
-
-def test_the_model_keeps_its_identity_and_its_notices(source: Path, tmp_path: Path) -> None:
-    """Each notice once: those of the source that the cache keeps, and those that its own audit finds again."""
-    tensors = load_file(source / "model.safetensors") | {"model.extra": torch.ones(2)}
-    save_file(tensors, source / "model.safetensors")
-    plain = load_target(RunConfig(target=TargetConfig(model=str(source), dtype="bfloat16", weights="decoded")))
-    written = load(source, tmp_path / "cache")
-    cached = load(source, tmp_path / "cache")
-    assert cached.target.info.fingerprint == plain.target.info.fingerprint
-    about = [notice for notice in plain.notices if "activations" in notice or "extra" in notice]
-    assert len(about) == 2
-    for loaded in (written, cached):
-        assert [notice for notice in loaded.notices if "weights" not in notice[:8]] == list(plain.notices)
-
-
-def test_each_dtype_has_a_place_of_its_own(source: Path, tmp_path: Path) -> None:
-    for dtype in ("bfloat16", "float32"):
-        load(source, tmp_path / "cache", dtype)
-    assert sorted(entry.name.rpartition("-")[2] for entry in (tmp_path / "cache").iterdir()) == ["bfloat16", "float32"]
 
 
 def _edit_weights(source: Path) -> None:
@@ -179,28 +155,3 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(
         load(source, tmp_path / "cache")
     assert "bytes" in caught.value.facts["needs"]
     assert (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8") == kept
-
-
-@pytest.mark.parametrize(
-    ("cache", "why"),
-    [("file", "the decoded cache takes a folder, and"), ("file/cache", "cannot be written: Not a directory")],
-)
-def test_a_folder_that_cannot_be_made_is_a_sentence_on_the_command_line(
-    source: Path, tmp_path: Path, cache: str, why: str
-) -> None:
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    setting = f"target.decoded_cache={json.dumps(str(tmp_path / cache))}"
-    settings = ["-s", setting, "-s", "target.weights=decoded"]
-    outcome = CliRunner().invoke(main, ["generate", "--model", str(source), "--prompt", "a", *settings])
-    assert outcome.exit_code == 2
-    assert why in outcome.stderr
-    assert "Traceback" not in outcome.output + outcome.stderr
-
-
-def test_two_writers_end_with_one_whole_cache(source: Path, tmp_path: Path) -> None:
-    opened = Checkpoint.open(source)
-    one, other = (DecodedCache(tmp_path / "cache", opened, torch.bfloat16) for _ in range(2))
-    for cache in (one, other):  # as if neither had seen the other's
-        assert cache.write().names
-    assert one.find()[0] is not None
-    assert only(tmp_path / "cache") == one.path

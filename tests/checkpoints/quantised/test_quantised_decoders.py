@@ -77,20 +77,6 @@ def test_a_stack_of_matrices_is_decoded_as_each_of_them(tmp_path: Path, name: st
     assert_same_bits(decoded(checkpoint), values)
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
-@pytest.mark.parametrize("name", ["fp8 per tensor", "nvfp4", "nvfp4 packed"])
-def test_each_matrix_of_a_stack_may_have_a_scale(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
-    single = [q.QUANTISERS[name](drawn(i, 10, 64) * 3.0**i) for i in range(3)]
-    parts = {suffix: torch.stack([found[0][suffix] for found in single]) for suffix in single[0][0]}
-    for suffix in ("weight_scale_2", "weight_global_scale", *(["weight_scale"] if name == "fp8 per tensor" else [])):
-        if suffix in parts:
-            parts[suffix] = parts[suffix].reshape(shape)
-    parts = {suffix: part for suffix, part in parts.items() if not suffix.startswith("input")}
-    checkpoint = written(tmp_path, parts, "model.layers.0.mlp.experts.down_proj.")
-    assert list(formats_of(checkpoint)) == ["layers.0.mlp.experts.down_proj"]
-    assert_same_bits(decoded(checkpoint), np.stack([values for _, values in single]))
-
-
 def test_every_code_of_e4m3_and_negative_zero(tmp_path: Path) -> None:
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).view(2, 127)
     parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.tensor([0.75])}
@@ -108,27 +94,6 @@ def test_every_byte_of_e2m1_pairs_under_every_exponent_that_does_not_overflow(tm
     codes = np.stack([packed.numpy() & 15, packed.numpy() >> 4], axis=-1).reshape(256, 32)
     assert_same_bits(got, q.E2M1[codes] * q.e8m0_value(exponents.numpy()))
     assert got[0, 4] == 2.0**-127  # code 2 is 1: float32's subnormals are kept
-
-
-def test_every_e4m3_scale_of_nvfp4(tmp_path: Path) -> None:
-    packed = torch.arange(256, dtype=torch.uint8)[:128].view(16, 8).repeat(8, 1)[:127]
-    scale = torch.arange(127, dtype=torch.uint8).view(127, 1)
-    parts = {"weight": packed, "weight_scale": scale.view(torch.float8_e4m3fn), "weight_scale_2": torch.tensor(0.3)}
-    codes = np.stack([packed.numpy() & 15, packed.numpy() >> 4], axis=-1).reshape(127, 16)
-    combined = q.e4m3_value(scale.view(torch.float8_e4m3fn)) * np.float32(0.3)
-    assert_same_bits(decoded(written(tmp_path, parts), torch.float32), q.E2M1[codes] * combined)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_packed_integer(tmp_path: Path, bits: int) -> None:
-    values = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).reshape(1, -1)
-    parts = {
-        "weight_packed": q.pack(values, bits),
-        "weight_shape": torch.tensor(values.shape),
-        "weight_scale": torch.tensor([[0.3]]),
-    }
-    checkpoint = written(tmp_path, parts, quant_method="compressed-tensors")
-    assert_same_bits(decoded(checkpoint, torch.float32), values.astype(np.float32) * np.float32(0.3))
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 90), block=st.tuples(st.integers(1, 50), st.integers(1, 50)))
@@ -180,34 +145,6 @@ def test_gpt_oss_blocks_and_scales(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, stored, "model.layers.0.mlp.experts.gate_up_proj")
     assert list(formats_of(checkpoint)) == ["layers.0.mlp.experts.gate_up_proj"]
     assert_same_bits(decoded(checkpoint), values)
-
-
-def test_a_flattened_convolution_in_fp8(tmp_path: Path) -> None:
-    weight = drawn(2, 12, 1, 4)
-    parts, values = q.fp8_tensor(weight)
-    assert_same_bits(decoded(written(tmp_path, parts, "model.layers.0.linear_attn.conv1d.")), values)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_one_scale_in_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    parts, values = q.fp8_tensor(drawn(4, 7, 33), shape)
-    checkpoint = written(tmp_path, parts)
-    assert formats_of(checkpoint)["layers.0.mlp.up_proj.weight"].format == "fp8 per tensor"
-    assert_same_bits(decoded(checkpoint), values)
-
-
-def test_scales_of_one_value_per_row_in_either_shape(tmp_path: Path) -> None:
-    parts, values = q.fp8_channel(drawn(4, 7, 33), flat=True)
-    assert parts["weight_scale"].shape == (7,)
-    assert_same_bits(decoded(written(tmp_path, parts)), values)
-
-
-def test_a_zero_scale_makes_a_block_of_zeros_and_is_sound(tmp_path: Path) -> None:
-    parts, values = q.nvfp4(drawn(6, 4, 64))
-    parts["weight_scale"] = parts["weight_scale"].clone()
-    parts["weight_scale"][1, 2] = 0
-    values[1, 32:48] = np.copysign(0, values[1, 32:48])
-    assert_same_bits(decoded(written(tmp_path, parts)), values)
 
 
 def test_a_matrix_of_more_than_one_slab_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

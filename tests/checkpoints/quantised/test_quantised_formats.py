@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
-from specdec.checkpoints.quantised import Hints, formats_of
+from specdec.checkpoints import Checkpoint, TensorSpec, check_weights, write_checkpoint
+from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_decoders import drawn
 
@@ -38,17 +38,6 @@ def test_a_weight_is_one_entry_whatever_it_is_made_of(tmp_path: Path, name: str)
     assert (formats["norm.weight"].format, formats["norm.weight"].quantised) == ("f32", False)
 
 
-def test_the_parts_of_a_weight_are_not_weights(tmp_path: Path) -> None:
-    parts, values = q.integers(drawn(0, 12, 64), 4, 16, zero_points=True)
-    checkpoint = opened(tmp_path, {X + part: tensor for part, tensor in parts.items()})
-    weights = StoredWeights(checkpoint)
-    assert list(weights) == ["layers.3.mlp.up_proj.weight"]
-    assert len(weights) == 1
-    assert "layers.3.mlp.up_proj.weight_packed" not in weights
-    assert "layers.3.mlp.up_proj.weight_scale" not in weights
-    assert weights["layers.3.mlp.up_proj.weight"].shape == values.shape
-
-
 def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
     scales = [
         "self_attn.k_proj.k_scale",
@@ -65,61 +54,3 @@ def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
     assert check_weights(checkpoint, {}).unused == []
     wanted = check_weights(checkpoint, {"layers.0.self_attn.q_scale": TensorSpec((1,))})
     assert "q_scale" not in wanted.notices[-1]
-
-
-def test_a_scale_in_another_model_is_a_tensor_like_any_other(tmp_path: Path) -> None:
-    """DeepSeek-V4 has plain parameters whose names end in ``scale``."""
-    tensors = {
-        "layers.0.hc_attn_scale": torch.ones(3),
-        "layers.0.attn.scale": torch.ones(1),
-        "hc_head_scale": torch.ones(1),
-    }
-    assert set(formats_of(opened(tmp_path, tensors))) == set(tensors)
-
-
-def test_the_config_is_read_for_sizes_only() -> None:
-    hints = Hints.of(
-        {
-            "text_config": {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "ignore": ["lm_head"],
-                    "config_groups": {
-                        "a": {
-                            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
-                            "input_activations": {"num_bits": 8, "type": "int", "group_size": 7},
-                        },
-                        "b": {"weights": {"num_bits": 8, "type": "float", "block_structure": [16, 24]}},
-                        "c": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None}},
-                    },
-                }
-            }
-        }
-    )
-    assert (hints.bits, hints.groups, hints.blocks, hints.channels) == ((4, 8), (64,), ((16, 24),), True)
-    assert hints.method == "compressed-tensors (config.json, quantization_config.quant_method)"
-    odd = {"quantization_config": {"weight_block_size": [128], "config_groups": {"a": {"weights": {"num_bits": "4"}}}}}
-    assert (Hints.of(odd).blocks, Hints.of(odd).bits) == ((), ())
-    assert Hints.of({}) == Hints()
-
-
-def test_layers_of_one_file_may_have_groups_of_different_sizes(tmp_path: Path) -> None:
-    tensors: q.Tensors = {}
-    for i, (bits, group) in enumerate([(4, 16), (8, 64)]):
-        parts, _ = q.integers(drawn(i, 12, 128), bits, group)
-        tensors |= {f"model.layers.{i}.mlp.up_proj.{part}": tensor for part, tensor in parts.items()}
-    groups = {str(bits): {"weights": {"num_bits": bits, "group_size": group}} for bits, group in [(4, 16), (8, 64)]}
-    formats = formats_of(opened(tmp_path, tensors, quant_method="compressed-tensors", config_groups=groups))
-    assert [found.format for found in formats.values()] == ["int4 g16", "int8 g64"]
-
-
-def test_reading_the_formats_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, _ = q.nvfp4(drawn(0, 200, 320))
-    checkpoint = opened(tmp_path, {X + part: tensor for part, tensor in parts.items()})
-
-    def read(*arguments: object, **settings: object) -> None:
-        raise AssertionError("a tensor was read")
-
-    monkeypatch.setattr(Checkpoint, "rows", read)
-    monkeypatch.setattr(Checkpoint, "load", read)
-    assert formats_of(checkpoint)["layers.3.mlp.up_proj.weight"].format == "nvfp4"

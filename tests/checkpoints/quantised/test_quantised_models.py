@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from specdec.checkpoints import Checkpoint, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
-from specdec.config import RunConfig, TargetConfig
-from specdec.models.loading import _stored_dtype, load_target
+from specdec.models.loading import _stored_dtype
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import quantisers as q
 from tests.selection import cases
@@ -100,14 +99,6 @@ def test_every_format_in_a_hybrid_model_with_head_and_embedding(tmp_path: Path, 
     assert_same_outputs(stored, decoded)
 
 
-def test_a_float32_model_decodes_to_float32(tmp_path: Path) -> None:
-    source = tiny.write_qwen3_5(tmp_path / "source", **{**HYBRID, "dtype": "float32"})
-    stored, decoded = split(tmp_path, source, lambda n: "nvfp4" if matrix(n) else None, torch.float32)
-    assert_same_outputs(stored, decoded, "float32")
-    _, rounded = split(tmp_path / "b", source, lambda n: "nvfp4" if matrix(n) else None, torch.bfloat16)
-    assert not torch.equal(outputs(stored, "float32", "torch")[0], outputs(rounded, "float32", "torch")[0])
-
-
 def mixed(name: str) -> str | None:
     """Experts NVFP4, attention FP8, the MTP block int8, the rest as it is."""
     if not matrix(name):
@@ -177,16 +168,6 @@ def _latent(name: str) -> str | None:
     if not matrix(name) or name.endswith(("gate.weight", "correction_bias", "embed_tokens.weight")):
         return None
     return "mxfp4" if ".experts." in name else "fp8-block 128x128 e8m0"
-
-
-def test_scales_of_activations_are_noted_once(tmp_path: Path) -> None:
-    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
-    stored, _ = split(tmp_path, source, lambda n: "fp8 per tensor" if matrix(n) else None)
-    loaded = load_target(RunConfig(target=TargetConfig(model=str(stored), weights="decoded")))
-    notices = [notice for notice in loaded.notices if "scales of activations" in notice]
-    assert len(notices) == 1
-    assert "not used, on purpose" in notices[0]
-    assert "layers.*.self_attn.q_proj.input_scale" in notices[0] or "more" in notices[0]
 
 
 def test_the_stored_dtype_of_a_quantised_checkpoint_is_bfloat16(tmp_path: Path) -> None:

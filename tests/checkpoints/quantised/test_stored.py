@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
-from specdec.checkpoints.quantised import StoredMatrix, alike, formats_of
-from specdec.config import RunConfig, TargetConfig
-from specdec.models.loading import load_target
-from tests import tiny, tiny_families
+from specdec.checkpoints.quantised import StoredMatrix, formats_of
+from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
@@ -136,65 +134,6 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> N
     assert kept_as != "fp8-block" or blocks == 128
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_stacks_are_taken_apart(tmp_path: Path, name: str) -> None:
-    """Matrices of a stack, each with its own scale per tensor where it has one."""
-    _, quantise = KEPT[name]
-    parts, _ = quantise(drawn(3, 3, 140, 64))
-    if name == "nvfp4":
-        parts["weight_scale_2"] = torch.tensor([0.5, 0.25, 3.0])
-    if name == "nvfp4 packed":
-        parts["weight_global_scale"] = torch.tensor([0.3, 0.7, 3.0])
-    held = weights(opened(tmp_path, parts))
-    stack = held.matrices(NAME)
-    assert len(stack) == 3
-    for matrix, wanted in zip(stack, held[NAME], strict=True):
-        assert isinstance(matrix, StoredMatrix)
-        assert_same_bits(matrix.decode(), wanted)
-    assert isinstance(held.matrix(NAME), torch.Tensor)  # no matrix
-    plain = weights(held.checkpoint, keeps=frozenset()).matrices(NAME)
-    for matrix, wanted in zip(plain, held[NAME], strict=True):
-        assert isinstance(matrix, torch.Tensor)
-        assert_same_bits(matrix, wanted)
-
-
-@pytest.mark.parametrize("name", q.QUANTISERS)
-def test_only_what_is_asked_for_stays_packed(tmp_path: Path, name: str) -> None:
-    parts, _ = q.QUANTISERS[name](drawn(4, 64, 64))
-    checkpoint = opened(tmp_path, parts)
-    label, _ = q.label(name)
-    for keeps in (frozenset[str](), frozenset({"nvfp4"}), frozenset({"fp8-block"}), ALL):
-        found = weights(checkpoint, keeps=keeps).matrix(NAME)
-        wanted = any(label.split()[0] == kept for kept in keeps)
-        assert isinstance(found, StoredMatrix) == wanted, (name, keeps)
-
-
-def test_a_stack_of_several_layouts_is_decoded(tmp_path: Path) -> None:
-    tensors: q.Tensors = {}
-    for e, (parts, _) in enumerate(
-        (
-            q.nvfp4(drawn(5, 32, 64)),
-            q.nvfp4(drawn(6, 32, 64)),
-            q.fp8_block(drawn(7, 32, 64)),
-            mlx_layout.affine(drawn(8, 32, 64), 4, 32),
-            mlx_layout.affine(drawn(9, 32, 64), 4, 32, torch.bfloat16),
-        )
-    ):
-        tensors |= {f"model.experts.{e}.{name}": part for name, part in parts.items()}
-    held = weights(Checkpoint.open(write_checkpoint(tmp_path, CONFIG, tensors)))
-
-    def packed(*experts: int) -> set[bool]:
-        stack = held.matrices([f"experts.{e}.weight" for e in experts])
-        for e, matrix in zip(experts, stack, strict=True):
-            value = matrix.decode() if isinstance(matrix, StoredMatrix) else matrix
-            assert_same_bits(value, held[f"experts.{e}.weight"])
-        return {isinstance(matrix, StoredMatrix) for matrix in stack}
-
-    assert packed(0, 1) == packed(3) == {True}
-    assert packed(0, 2) == packed(0, 1, 3) == packed(3, 4) == {False}
-    assert alike([torch.ones(2)])[0].shape == (2,)
-
-
 # --- families --------------------------------------------------------------------------------------------------------
 
 
@@ -268,44 +207,3 @@ def test_families_hand_over_what_is_kept(tmp_path: Path, family: str, name: str)
     rows = [target.decode(target.new_state(32), PROMPT).need_logits().rows().copy() for target in targets]
     assert rows[0].std() > 0.5
     assert np.array_equal(*rows)
-
-
-def test_fused_experts_stay_packed_where_blocks_allow(tmp_path: Path) -> None:
-    """``gate_up_proj`` is cut in two: at a block of rows it stays packed, elsewhere both halves are decoded."""
-    source = tiny_families.write_qwen3_5_moe(
-        tmp_path / "source", **FAMILIES["qwen3_5_moe"], layouts=("fused",), mtp_layout="fused"
-    )
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for block, cut in (((16, 24), True), ((24, 16), False)):  # 32 rows each
-        stored: q.Tensors = {}
-        for name, tensor in load_file(source / "model.safetensors").items():
-            stored[name] = tensor
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                parts, _ = q.fp8_block(tensor.numpy(), block)
-                stored[name], stored[f"{name}_scale_inv"] = parts["weight"], parts["weight_scale_inv"]
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
-        folder = write_checkpoint(tmp_path / str(cut), config, stored)
-        keeping, plain = Recording(ALL), Recording(frozenset())
-        rows = []
-        for ops in (keeping, plain):
-            target = tiny.make_target(folder, ops=ops)
-            rows.append(target.decode(target.new_state(32), PROMPT).need_logits().rows().copy())
-        assert np.array_equal(*rows)
-        blocks = 3  # two layers and the head's
-        assert len(keeping.packed) == blocks * 4 * (3 if cut else 1)
-
-
-def test_the_pipeline_asks_the_ops_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = quantised(tmp_path, "qwen3_5", "nvfp4")
-    made: list[Recording] = []
-
-    def ops(self: Any, dtype: str) -> Recording:
-        made.append(Recording(frozenset({"nvfp4"})))
-        return made[-1]
-
-    monkeypatch.setattr("specdec.backends.cpu.backend.CpuBackend.ops", ops)
-    load_target(RunConfig(target=TargetConfig(model=str(folder), dtype="float32", backend="cpu")))
-    assert len(made[0].packed) > 20
-    monkeypatch.undo()
-    native = load_target(RunConfig(target=TargetConfig(model=str(folder), dtype="float32", backend="cpu")))
-    assert native.target.info.mtp_layers == 1  # ops that declare nothing get tensors

@@ -521,7 +521,7 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
 
 @pytest.mark.parametrize("case", SWITCHES)
 def test_a_key_decides_its_switch_by_the_rule_of_its_layout(case: str, tmp_path: Path) -> None:
-    """That the switch then matters is shown by ``test_head_mutants.py``."""
+    """That the switch then matters is shown by ``test_recorded_heads.py``."""
     name, edit, shows, wanted = SWITCHES[case]
     assert shows(read_layout(HeadFiles.open(str(edited(name, tmp_path / "head", edit))))) == wanted
 

@@ -12,18 +12,6 @@ class Truth(DepthPolicy):
         return True
 
 
-class Negative(DepthPolicy):
-    def __init__(self):
-        self.depth = 1
-
-    def next_depth(self, stats):
-        return self.depth
-
-    def record(self, cycle):
-        if cycle.offered > cycle.accepted:
-            self.depth -= 1
-
-
 class DividesByCycles(DepthPolicy):
     def next_depth(self, stats):
         return min(stats.tokens // stats.cycles, 4)
@@ -98,22 +86,8 @@ class KeepsRecords(DepthPolicy):
         self.records.append(cycle)
 
 
-class CountsToSixteen(DepthPolicy):
-    """Its table of accepted tokens ends at sixteen, and passes may have more rows."""
-
-    def __init__(self):
-        self.accepted = [0] * 17
-
-    def next_depth(self, stats):
-        return 64
-
-    def record(self, cycle):
-        self.accepted[cycle.accepted] += 1
-
-
 BROKEN = {
     Truth: "P1",
-    Negative: "P1",
     DividesByCycles: "P2",
     DividesByOffered: "P3",
     GrowsForEver: "P4",
@@ -121,7 +95,5 @@ BROKEN = {
     SharesCounters: "P6",
     CountsQuestions: "P7",
     Explains: "P8",
-    Random: "P6",
     KeepsRecords: "P10",
-    CountsToSixteen: "P3",
 }

@@ -65,14 +65,6 @@ class ForcesWhatItForbids(Halves):
         return list(range(min(3, self.env.vocab_size)))
 
 
-class ForcesBeyondTheVocabulary(Halves):
-    def process(self, logits, history):
-        return logits.copy()
-
-    def forced(self, history):
-        return [self.env.vocab_size]
-
-
 BROKEN = {
     Halves: "L1",
     Counts: "L2",
@@ -81,5 +73,4 @@ BROKEN = {
     CutsAll: "L5",
     OneBuffer: "L6",
     ForcesWhatItForbids: "L7",
-    ForcesBeyondTheVocabulary: "L7",
 }

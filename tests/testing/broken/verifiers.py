@@ -96,12 +96,6 @@ class StatesTooSmallABound(MarginVerifier):
         self.bound = 0.5
 
 
-class StatesNoBound(MarginVerifier):
-    def __init__(self) -> None:
-        super().__init__(MarginConfig(margin=0.6))
-        self.bound = None
-
-
 class Remembers(StrictVerifier):
     """Exact, but what it accepts depends on how often it was called."""
 
@@ -180,83 +174,6 @@ class KeepsLogits(StrictVerifier):
         return super().verify(draft, logits, context)
 
 
-class WritesIntoTheRows(StrictVerifier):
-    """Masks where it reads, which read-only rows refuse."""
-
-    def verify(self, draft, logits, context):
-        rows = logits.rows()
-        rows += 0.0
-        return super().verify(draft, logits, context)
-
-
-class WrongAtEleven(StrictVerifier):
-    """Loses the last token of drafts of eleven tokens."""
-
-    def verify(self, draft, logits, context):
-        verdict = super().verify(draft, logits, context)
-        return attrs.evolve(verdict, next_token=0) if len(draft.tokens) == verdict.accepted == 11 else verdict
-
-
-class GreedyBonusAtEleven(Ratio):
-    """After eleven accepted tokens the bonus token is the best one, whatever the temperature."""
-
-    def verify(self, draft, logits, context):
-        verdict = super().verify(draft, logits, context)
-        if verdict.accepted == len(draft.tokens) == 11:
-            return attrs.evolve(verdict, next_token=Rows(logits, draft.tokens, context).argmax(verdict.accepted))
-        return verdict
-
-
-class WideWhenSampled(MarginVerifier):
-    """Bounded as long as it decodes greedily; above temperature 0 it accepts three times as much."""
-
-    def __init__(self) -> None:
-        super().__init__(MarginConfig(margin=0.6))
-
-    def verify(self, draft, logits, context):
-        sampled = context.sampling.temperature > 0
-        verifier = MarginVerifier(MarginConfig(margin=1.8 if sampled else 0.6))
-        sampling = attrs.evolve(context.sampling, temperature=0.0)
-        where = {"generated_from": context.generated_from, "cycle": context.cycle}
-        return verifier.verify(draft, logits, Context(list(context), sampling, **where))
-
-
-class ResamplesLater(ResamplesFromTheTarget):
-    """The residual is left out from the sixth position on."""
-
-    least = 5
-
-    def verify(self, draft, logits, context):
-        right = Ratio().verify(draft, logits, context)
-        return super().verify(draft, logits, context) if right.accepted >= self.least else right
-
-
-class ResamplesFromTheSecond(ResamplesLater):
-    least = 1
-
-
-class OwnGenerator(Ratio):
-    """Draws the bonus token from a generator that its constructor seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(0)
-
-    def verify(self, draft, logits, context):
-        verdict = super().verify(draft, logits, context)
-        if verdict.accepted < len(draft.tokens) or context.sampling.temperature == 0:
-            return verdict
-        probs = Rows(logits, draft.tokens, context).distribution(verdict.accepted)
-        return attrs.evolve(verdict, next_token=int(self.rng.choice(len(probs), p=probs)))
-
-
-class NoiseWithoutCycle(Ratio):
-    """Each position is decided with the same noise in every cycle."""
-
-    def verify(self, draft, logits, context):
-        return super().verify(draft, logits, _after(context, (), cycle=0))
-
-
 BROKEN = {
     NumpyTokens: "V1",
     TakesAnyRows: "V2",
@@ -265,7 +182,6 @@ BROKEN = {
     ResamplesFromTheTarget: "V5",
     NoiseByCycle: "V6",
     StatesTooSmallABound: "V7",
-    StatesNoBound: "V7",
     Remembers: "V8",
     GivesUpOnLargeLogits: "V9",
     HidesItsDeviation: "V10",
@@ -274,12 +190,4 @@ BROKEN = {
     GreedyInLongTexts: "V13",
     HalfTheSeed: "V14",
     KeepsLogits: "V16",
-    WritesIntoTheRows: "V8",
-    WrongAtEleven: "V6",
-    GreedyBonusAtEleven: "V5",
-    WideWhenSampled: "V7",
-    ResamplesLater: "V5",
-    ResamplesFromTheSecond: "V5",
-    OwnGenerator: "V8",
-    NoiseWithoutCycle: "V14",
 }

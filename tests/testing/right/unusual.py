@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -36,10 +35,11 @@ from specdec import (
 )
 from specdec.contract import NO_NEEDS, DraftNoise, Snapshot, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
-from specdec.sampling import Purpose, draw, uniforms
-
-from .bases import Counting, Exact, Lookup, Margin
-from .toy import Toy
+from specdec.testing import TableModel
+from specdec.testing.table_model import TableLogits
+from specdec.verifiers.margin import MarginConfig, MarginVerifier
+from specdec.verifiers.strict import StrictVerifier
+from tests.testing.broken.drafters import Honest
 
 CORRECT: dict[type[Any], str] = {}
 
@@ -82,6 +82,9 @@ class Plain(Drafter):
         self.env = env
         self.vocab = env.target.info.vocab_size
 
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft((context[-1],) * depth)
+
 
 @correct("drafter")
 class NeverDrafts(Plain):
@@ -96,48 +99,7 @@ class Sometimes(Plain):
     """Drafts where the number of tokens is a multiple of three."""
 
     def propose(self, context: Context, depth: int) -> Draft:
-        return Draft() if len(context) % 3 else Draft((context[-1],) * depth)
-
-
-@correct("drafter")
-class AlwaysWrong(Plain):
-    """Drafts ids that no sensible text has in a row."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        return Draft(tuple((context[-1] + 1 + at) % self.vocab for at in range(depth)))
-
-
-@correct("drafter")
-class HalfAsDeep(Plain):
-    """Gives half of what it is asked for, rounded up."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        return Draft(tuple(context[-1 - at % len(context)] for at in range((depth + 1) // 2)))
-
-
-@correct("drafter")
-class ThreeTokens(Plain):
-    """Draws from three tokens with fixed probabilities, whatever the temperature is, and says so."""
-
-    weights = (0.5, 0.3, 0.2)
-
-    def law(self, last: int) -> Any:
-        law = np.zeros(self.vocab, np.float32)
-        for step, weight in enumerate(self.weights):
-            law[(last * 3 + step) % self.vocab] += np.float32(weight)
-        return law
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        sampling, tokens, rows = context.sampling, [], []
-        drawn = sampling.temperature > 0 and context.draft_noise is DraftNoise.INDEPENDENT
-        for at in range(depth):
-            law = self.law([*context[-1:], *tokens][-1])
-            u = float(
-                uniforms(sampling.seed, len(context) + at, Purpose.DRAFT, np.zeros(1, np.int64), context.cycle)[0]
-            )
-            tokens.append(int(draw(law.astype(np.float64), u)) if drawn else int(law.argmax()))
-            rows.append(law)
-        return Draft(tuple(tokens), np.stack(rows) if drawn and rows else None)
+        return Draft() if len(context) % 3 else super().propose(context, depth)
 
 
 @correct("drafter")
@@ -175,89 +137,60 @@ class DeepNeeds(Plain):
 
 
 @correct("drafter")
-class EndsEarly(Counting):
+class EndsEarly(Honest):
     """Ends a draft where its distribution is flat, which it knows before it draws."""
 
+    needs: ClassVar[Needs] = NO_NEEDS
+    prepare: ClassVar[Callable[..., Any] | None] = None
+
+    def __init__(self, config: Any, env: DrafterEnv) -> None:
+        super().__init__(env)
+
     def propose(self, context: Context, depth: int) -> Draft:
-        self.follow(context)
-        tokens: list[int] = []
-        rows: list[Any] = []
-        while len(tokens) < depth and self.logits([*context[-1:], *tokens][-1]).rows().max() > 0:
-            token, probs = self.step(tokens, context)
-            tokens.append(token)
-            rows.append(probs)
-        return self.finish(tokens, rows)
+        draft = super().propose(context, depth)
+        before = (context[-1], *draft.tokens)
+        kept = next((k for k in range(len(draft.tokens)) if before[k] % 3 == 2), len(draft.tokens))
+        return Draft(draft.tokens[:kept], None if draft.probs is None or not kept else draft.probs[:kept])
 
 
 @correct("drafter")
-class EmptySnapshot(Lookup):
+class EmptySnapshot(Plain):
     """Saves nothing and starts from the text again."""
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
         return DrafterSnapshot(arrays={})
 
-    def resume(self, saved: DrafterSnapshot) -> None:
-        return None
-
 
 @correct("drafter")
-class LongReport(Lookup):
+class LongReport(Plain):
     """Reports nested data with names of any alphabet."""
 
     def report(self) -> dict[str, Any]:
-        return {"größen": {"tokens": len(self.seen), "none": None}, "list": [1, 2.5, "drei", True, []]}
-
-
-@correct("drafter")
-class LongestMatch(Plain):
-    """Keeps nothing and searches the whole context each time."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        text = context[:]
-        for length in range(min(len(text) - 1, 4), 0, -1):
-            for start in range(len(text) - length - 1, -1, -1):
-                if text[start : start + length] == text[-length:]:
-                    return Draft(tuple(text[start + length : start + length + depth]))
-        return Draft()
+        return {"größen": {"tokens": 3, "none": None}, "list": [1, 2.5, "drei", True, []]}
 
 
 # --- verifiers --------------------------------------------------------------------------------------------------------
 
 
 @correct("verifier")
-class AcceptsNothing(Exact):
+class AcceptsNothing(StrictVerifier):
     """Chooses the next token itself, always: plain decoding with a drafter beside it."""
 
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
-        self.check(draft, logits)
-        verdict = super().verify(Draft(draft.tokens[:1]) if draft.tokens else draft, _first(logits, draft), context)
+        verdict = super().verify(draft, logits, context)
         return Verdict(0, draft.tokens[0]) if verdict.accepted else verdict
 
 
-def _first(logits: Logits, draft: Draft) -> Logits:
-    from specdec.backends.arrays import HostLogits
-
-    return HostLogits(logits.rows()[: min(len(draft.tokens), 1) + 1])
-
-
 @correct("verifier")
-class WideMargin(Margin):
-    """Bounded, by fifty nats."""
+class NoMargin(MarginVerifier):
+    """Bounded, by nothing."""
 
     def __init__(self, config: Any = None) -> None:
-        self.bound = 50.0
+        super().__init__(MarginConfig(margin=0.0))
 
 
 @correct("verifier")
-class NoMargin(Margin):
-    """Bounded, by nothing: only ties of the best are kept."""
-
-    def __init__(self, config: Any = None) -> None:
-        self.bound = 0.0
-
-
-@correct("verifier")
-class GreedyOnly(Exact):
+class GreedyOnly(StrictVerifier):
     """Exact where it decides, and refuses to sample."""
 
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
@@ -267,73 +200,50 @@ class GreedyOnly(Exact):
 
 
 @correct("verifier")
-class ModestlyExact(Exact):
+class ModestlyExact(StrictVerifier):
     """Exact, and promises no more than the distribution."""
 
     guarantee: ClassVar[Guarantee] = Guarantee.DISTRIBUTION
 
 
-@correct("verifier")
-class ModestlyHeuristic(Exact):
-    """Exact, and promises nothing."""
-
-    guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC
-
-
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 
+class Table(TableModel):
+    """What the targets below share: a chain of 40 tokens, made without arguments."""
+
+    vocabulary, options = 40, dict[str, Any]()
+
+    def __init__(self) -> None:
+        super().__init__(self.table(), tilt=0.5, **self.options)
+
+    def table(self) -> Any:
+        return np.random.default_rng(3).dirichlet(np.full(self.vocabulary, 0.5), self.vocabulary)
+
+
 @correct("target")
-class EightPositions(Toy):
+class EightPositions(Table):
     """Holds eight tokens."""
 
-    def __init__(self) -> None:
-        super().__init__(max_positions=8)
+    options: ClassVar[dict[str, Any]] = {"max_positions": 8}
 
 
 @correct("target")
-class OneToken(Toy):
+class OneToken(Table):
     """Has one token in its vocabulary."""
 
-    def __init__(self) -> None:
-        super().__init__(vocab=1)
+    vocabulary = 1
 
 
 @correct("target")
-class TwoRows(Toy):
+class TwoRows(Table):
     """Passes of two rows at most."""
 
-    def __init__(self) -> None:
-        super().__init__(max_rows=2)
+    options: ClassVar[dict[str, Any]] = {"max_rows": 2}
 
 
 @correct("target")
-class ManyRows(Toy):
-    """Passes of up to 200 rows."""
-
-    def __init__(self) -> None:
-        super().__init__(max_rows=200)
-
-
-@correct("target")
-class SlowRows(Toy):
-    """Takes three milliseconds for a row."""
-
-    def row(self, state: Any, position: int, token: int) -> list[Any]:
-        time.sleep(0.003)
-        return super().row(state, position, token)
-
-
-@correct("target")
-class WithHead(Toy):
-    """Has an MTP head, whose drafts are poor."""
-
-    def __init__(self) -> None:
-        super().__init__(mtp=True)
-
-
-@correct("target")
-class Numeric(Toy):
+class Numeric(Table):
     """Declares numeric parity, and passes of several rows have other last bits."""
 
     def __init__(self) -> None:
@@ -341,41 +251,34 @@ class Numeric(Toy):
         reason = "passes of several rows add in another order"
         self.info = attrs.evolve(self.info, parity=Parity.NUMERIC, parity_reason=reason)
 
-    def logits(self, hidden: Any) -> Any:
-        if len(hidden) == 1:
-            return super().logits(hidden)
-        return np.stack([(self.output[:, ::-1] * row[::-1]).sum(-1) * self.scale for row in hidden])
+    def decode(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
+        output = super().decode(state, tokens)
+        if len(tokens) == 1:
+            return output
+        rows = output.need_logits().rows() * np.float32(1 + 2**-22)
+        return attrs.evolve(output, logits=TableLogits(rows))
 
 
 @correct("target")
-class AllEqual(Toy):
+class AllEqual(Table):
     """Likes every token equally well, everywhere."""
 
-    def logits(self, hidden: Any) -> Any:
-        return np.zeros((len(hidden), self.info.vocab_size), np.float32)
+    def _row(self, point: Any) -> Any:
+        return np.zeros(self.vocabulary, np.float32)
 
 
 @correct("target")
-class WideLogits(Toy):
-    """Has logits of several hundred."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = np.float32(40)
-
-
-@correct("target")
-class PaddedVocabulary(Toy):
+class PaddedVocabulary(Table):
     """Its last 30 ids are padding: their logits are -inf."""
 
-    def logits(self, hidden: Any) -> Any:
-        rows = super().logits(hidden)
-        rows[:, -30:] = -np.inf
-        return rows
+    def table(self) -> Any:
+        table = super().table()
+        table[:, -30:] = 0
+        return table / table.sum(-1, keepdims=True)
 
 
 @correct("target")
-class ReachesEighths(Toy):
+class ReachesEighths(Table):
     """Goes back to multiples of eight tokens only."""
 
     def rewind(self, state: Any, length: int) -> int:
@@ -518,11 +421,6 @@ class Fixed(DepthPolicy):
 
 
 @correct("policy")
-class OneDepth(Fixed):
-    """One token, always."""
-
-
-@correct("policy")
 class ThousandDeep(Fixed):
     """A thousand tokens, always."""
 
@@ -538,18 +436,6 @@ class NeverSpeculates(Fixed):
     @property
     def reason(self) -> str:
         return "this policy never drafts"
-
-
-@correct("policy")
-class Alternates(Fixed):
-    """Five tokens after every second record, and none in between."""
-
-    @property
-    def reason(self) -> str:
-        return "every second cycle decodes plainly" if self.records % 2 else ""
-
-    def next_depth(self, stats: Stats) -> int:
-        return 0 if self.records % 2 else 5
 
 
 # --- logits processors ------------------------------------------------------------------------------------------------
@@ -574,20 +460,6 @@ class AllButOne(LogitsProcessor):
         for at, token in enumerate(draft):
             if token != self.allowed([*history, *draft[:at]]):
                 return at
-        return len(draft)
-
-
-@correct("processor")
-class DoesNothing(LogitsProcessor):
-    """Returns a copy."""
-
-    def __init__(self, config: Any, env: Any) -> None:
-        pass
-
-    def process(self, logits: Any, history: Sequence[int]) -> Any:
-        return logits.copy()
-
-    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
         return len(draft)
 
 

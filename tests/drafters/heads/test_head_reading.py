@@ -1,7 +1,4 @@
-"""Every switch of every layout matters: a head that is read with one of them wrong drafts something else.
-
-The killer of all of these is ``test_recorded_heads.py::test_drafts_are_those_of_speculators``.
-"""
+"""What a head's files say is taken as every tool takes it: read otherwise, the head drafts something else."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec.backends.ops import Rope
 from specdec.drafters.heads import eagle, layout, plugin
-from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Layout
-from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded, RecordedTarget
+from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_head_layouts import Config, Tensors, edited, flat, tensor
 from tests.drafters.heads.test_recorded_heads import BOUND, run
-from tests.selection import cases
 
 Change = Callable[[Layout], Layout]
 
@@ -31,65 +25,8 @@ def evolved(**changes: Any) -> Change:
     return lambda found: attrs.evolve(found, **changes)
 
 
-def shaped(**changes: Any) -> Change:
-    own = {name: value for name, value in changes.items() if name in ("rope", "scale")}
-    rest = {name: value for name, value in changes.items() if name not in own}
-
-    def change(found: Layout) -> Layout:
-        attention = attrs.evolve(found.geometry.attention, **own)
-        return attrs.evolve(found, geometry=attrs.evolve(found.geometry, attention=attention, **rest))
-
-    return change
-
-
-def turned(theta: float, dims: int) -> Change:
-    return shaped(rope=Rope.of(theta, dims))
-
-
-def narrower(found: Layout) -> Layout:
-    return shaped(windows=tuple(w and w - 1 for w in found.geometry.windows))(found)
-
-
-def unmapped(found: Layout) -> Layout:
-    return attrs.evolve(found, tokens=tuple(range(found.draft_vocab)))
-
-
-def misordered(found: Layout) -> Layout:
-    return attrs.evolve(found, order=(*range(1, found.draft_vocab), 0))
-
-
-SWITCHES: dict[str, tuple[str, Change]] = {
-    "residual before the norm": ("eagle3-residual", evolved(norm_before_residual=False)),
-    "residual after the norm": ("eagle3", evolved(norm_before_residual=True)),
-    "fed back before the norm": ("eagle3-output", evolved(norm_output=False)),
-    "fed back after the norm": ("eagle3", evolved(norm_output=True)),
-    "eps": ("eagle3", shaped(eps=1e-1)),
-    "theta": ("eagle3", turned(1e6, 8)),
-    "head size of twice the width": ("eagle3", shaped(scale=16**-0.5)),
-    "partial rotation": ("eagle3", turned(1e4, 4)),
-    "no window": ("eagle3-window", shaped(windows=(None,))),
-    "a window of one less": ("eagle3-window", narrower),
-    "draft ids unmapped": ("eagle3-reduced", unmapped),
-    "rows of the head in another order": ("eagle3-reduced", misordered),
-    "another mask token": ("p_eagle", evolved(mask_token=3)),
-    "P-EAGLE's residual": ("p_eagle-reduced", evolved(norm_before_residual=False)),
-    "another mask token of a block": ("dflash", evolved(mask_token=3)),
-    "a shorter block": ("dflash", evolved(block_size=7)),
-    "a causal block": ("dflash", evolved(bidirectional=(False, False))),
-    "sliding layers that see both ways": ("dflash-window", evolved(bidirectional=(True, True))),
-    "sliding layers that are causal": ("dflash-window-both", evolved(bidirectional=(False, True))),
-    "a window from the query": ("dflash-window", evolved(window_from_anchor=False)),
-    "a block's window of one less": ("dflash-window", narrower),
-    "drafts from the anchor": ("dflash", evolved(from_anchor=True)),
-    "drafts from the masked rows": ("dflash-anchor", evolved(from_anchor=False)),
-    "block theta": ("dflash", turned(1e6, 8)),
-    "DSpark from the masked rows": ("dspark", evolved(from_anchor=False)),
-    "DSpark unmapped": ("dspark-reduced", unmapped),
-}
-
-
-def killed(recorded: Callable[[], Recorded], monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the comparison with speculators' classes finds it: other drafts or other logits, and no other error."""
+def differs(recorded: Callable[[], Recorded], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether drafts or logits are not those of speculators' classes."""
     try:
         return not run(recorded(), monkeypatch) < BOUND
     except AssertionError:
@@ -102,18 +39,10 @@ def misread(patch: pytest.MonkeyPatch, wrong: Change) -> None:
     patch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
 
 
-@pytest.mark.mutants
-@pytest.mark.parametrize("mutant", cases(SWITCHES, sample=1))
-def test_a_switch_that_is_read_wrongly_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, wrong = SWITCHES[mutant]
-    misread(monkeypatch, wrong)
-    assert killed(lambda: Recorded.load(name), monkeypatch)
-
-
 def test_layer_ids_that_are_read_by_the_other_convention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as layers, boundaries 1, 2 and 4 become 2, 3 and 5, and only their states give the same drafts."""
-    assert killed(lambda: Recorded.load("eagle3", layer_ids="layer"), monkeypatch)
-    assert killed(lambda: Recorded.load("dflash", layer_ids="layer"), monkeypatch)
+    assert differs(lambda: Recorded.load("eagle3", layer_ids="layer"), monkeypatch)
+    assert differs(lambda: Recorded.load("dflash", layer_ids="layer"), monkeypatch)
     assert run(Recorded.load("eagle3", layer_ids="layer", states=(2, 3, 5)), monkeypatch) < BOUND
 
 
@@ -128,7 +57,7 @@ def test_states_by_default_are_those_that_all_engines_take(tmp_path: Path, monke
     default = (2, LAYERS // 2, LAYERS - 3)
     assert run(Recorded.load("eagle3", folder=folder, states=default), monkeypatch) < BOUND
     moved = tuple(k + 1 for k in default)
-    assert killed(lambda: Recorded.load("eagle3", folder=folder, states=moved), monkeypatch)
+    assert differs(lambda: Recorded.load("eagle3", folder=folder, states=moved), monkeypatch)
 
 
 def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +73,7 @@ def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     assert run(biased(), monkeypatch) < BOUND
     built(monkeypatch, eagle.EagleNetwork, fc_bias=None)
-    assert killed(biased, monkeypatch)
+    assert differs(biased, monkeypatch)
 
 
 def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,40 +96,6 @@ def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch
     assert drafts(folder) == wanted
     misread(monkeypatch, evolved(own_head=False))
     assert drafts(folder) != wanted
-
-
-def interleaved(config: Config, tensors: Tensors) -> None:
-    """Queries and keys whose rotated pairs lie side by side."""
-    for kind in "qk":
-        at = f"layers.0.self_attn.{kind}_proj.weight"
-        rows = tensors[at].reshape(-1, 2, 4, tensors[at].shape[1])
-        tensors[at] = rows.transpose(1, 2).reshape(tensors[at].shape).contiguous()
-
-
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_another_pairing_of_rotated_channels_is_found(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = edited(name, tmp_path / "head", interleaved)
-    assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
-
-
-@pytest.mark.parametrize("own", ["embed_tokens.weight", "lm_head.weight"])
-def test_a_matrix_of_the_heads_own_is_not_the_targets(
-    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A head that ships one computes with it: without it, the target's makes other drafts."""
-    name = next(name for name in ("p_eagle", "dspark", "eagle3") if own in HeadFiles.open(str(RECORDED / name)))
-    folder = edited(name, tmp_path / "head", tensor(own, None))
-    shared = RecordedTarget.shared_weights
-    monkeypatch.setattr(
-        RecordedTarget,
-        "shared_weights",
-        lambda self: attrs.evolve(
-            shared(self), embed_tokens=shared(self).embed_tokens.flip(0), lm_head=shared(self).lm_head.flip(0)
-        ),
-    )
-    assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
 
 
 def test_a_head_without_fc_reads_the_state_after_the_final_norm(tmp_path: Path) -> None:
