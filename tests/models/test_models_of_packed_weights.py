@@ -136,7 +136,7 @@ def test_int8_activations_are_part_of_the_model(tmp_path: Path, source: str) -> 
     result, wanted = (one.generate("one two one two ", max_new_tokens=32, ignore_eos=True) for one in (lm, plain))
     assert result.tokens == wanted.tokens
     assert "; int8 activations (" in result.weights
-    floats = specdec.load(**options).info
+    floats = specdec.load(activations="float", **options).info
     assert (floats.fingerprint + "-int8-activations", "int8 act" in floats.weights) == (lm.info.fingerprint, False)
 
 
