@@ -28,7 +28,7 @@ SHOWN_MISMATCHES = 5
 
 @click.command()
 @configured("Maximum tokens per prompt", new_tokens=48, example="drafter.max_order=3", own=("depth",))
-@measuring.measured(per_class=None, csv_help="Write the table.")
+@measuring.measured(per_class=None)
 @integer("--depth", "Tokens drafted per cycle", 4)
 @click.option("--passive", is_flag=True, help="Draft at every plain step and verify nothing: the output cannot change.")
 @click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
@@ -44,7 +44,7 @@ def accept(
     ctx: click.Context,
     config: RunConfig,
     prompts: PromptSet,
-    files: measuring.Files,
+    html: pathlib.Path | None,
     depth: int,
     passive: bool,
     ablate: str | None,
@@ -103,20 +103,20 @@ def accept(
     measuring.finish(
         ctx,
         report,
-        {"log": log_file, **files},
+        html,
         show=show,
         plot=plot_acceptance,
         as_json=as_json,
         changed="a mistake in the head changed some",
         done=f"{report.done} of {report.planned} prompts",
-        lost=None if log is None else log.failure,
+        log=log,
     )
 
 
 # --- recorded traffic ------------------------------------------------------------------------------------------------
 
 _OF_A_MODEL = (
-    *("prompts_file", "classes", "per_class", "csv_file", "plot_file", "html_file", "passive", "ablate", "log_file"),
+    *("prompts_file", "classes", "per_class", "html_file", "passive", "ablate", "log_file"),
     *("max_new_tokens", *SAMPLING, "weights", "verifier_part"),
 )
 

@@ -110,29 +110,6 @@ class AcceptanceReport(Report):
             "broken_promise": self.broken_promise,
         }
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of ``accept --csv``: one per class and position; ``speedup`` is of the depth ``position + 1``."""
-
-        for group in (*self.classes, self.overall):
-            by_depth = {prediction.depth: prediction for prediction in group.predictions}
-            for place in group.positions:
-                prediction = by_depth.get(place.position + 1)
-                row = {
-                    "class": "(all)" if group is self.overall else group.name,
-                    "prompts": group.prompts,
-                    **attrs.asdict(place, recurse=False),
-                    "depth": place.position + 1,
-                    "expected_tokens": prediction and prediction.tokens,
-                    "speedup": prediction and prediction.speedup,
-                    "speedup_interval": prediction and prediction.interval,
-                    "best_depth": group.best and group.best.depth,
-                    "verdict": group.verdict and group.verdict.value,
-                }
-                for name in [name for name in row if name.endswith("_interval")]:
-                    low, high = row.pop(name) or (None, None)
-                    row |= {name.replace("interval", "low"): low, name.replace("interval", "high"): high}
-                yield row
-
 
 class AcceptanceMeasurement(Measurement):
     """Measures acceptance; after ``stop`` the report covers the finished prompts.

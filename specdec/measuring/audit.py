@@ -11,20 +11,18 @@ backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import numpy as np
 
 from specdec.checking import between, checked
-from specdec.config import GenerationConfig, structure_options
+from specdec.config import GenerationConfig
 from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.parts import make_sampling, override_generation
 from specdec.decoding.sequence import PREFILL_CHUNK
 from specdec.errors import PromptError
-from specdec.files.reading import parse_json, read_bytes
 from specdec.measuring.divergences import Divergence, GapReport, Verdict, finite, rounding_of
 from specdec.pipeline import LanguageModel
 from specdec.sampling import Rows
@@ -88,13 +86,6 @@ class AuditReport(GapReport):
     def largest_gap(self) -> float:
         """The largest gap of a divergence; 0 without any."""
         return max((divergence.gap for divergence in self.divergences), default=0.0)
-
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        return (
-            f"{len(self.divergences)} of {self.tokens} tokens diverge from plain decoding"
-            f"  (guarantee {self.guarantee}, parity {self.parity})"
-        )
 
     def verdict(self, divergence: Divergence) -> Verdict:
         """Whether rounding explains a divergence; of a sampled run nobody can tell."""
@@ -222,43 +213,3 @@ def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
     for at in range(0, len(prompt) - 1, PREFILL_CHUNK):
         lm.target.prefill(state, prompt[at : min(at + PREFILL_CHUNK, len(prompt) - 1)])
     return state
-
-
-# --- a run from a file -----------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class RecordedRun:
-    """The parts of a ``generate --json`` object that an audit needs."""
-
-    prompt: list[int]
-    tokens: list[int]
-    generation: GenerationConfig | None  # the run's settings; None if the file has none
-    fingerprint: str  # of the run's model
-    deviation: dict[str, Any]  # the run's own count
-
-
-@checked(PromptError)
-def read_run(path: str | Path) -> RecordedRun:
-    """Read ``generate --json`` output. Raises: PromptError or ConfigError saying what is wrong with the file."""
-    example = "specdec generate --json > FILE"
-    try:
-        data = parse_json(read_bytes(path))
-    except OSError as error:
-        raise PromptError(f"the run file cannot be read: {error.strerror or error}", file=path) from error
-    except ValueError as error:
-        raise PromptError(f"the run file is not JSON: {error}", file=path, try_=example) from error
-    if isinstance(data, Mapping) and "error" in data:
-        raise PromptError("the run file holds an error, not a run", file=path)
-    for name in ("prompt", "tokens"):
-        ids = data.get(name) if isinstance(data, Mapping) else None
-        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise PromptError(f"the run file has no list of token ids under {name!r}", file=path, try_=example)
-    generation, deviation = data.get("generation"), data.get("deviation")
-    return RecordedRun(
-        prompt=data["prompt"],
-        tokens=data["tokens"],
-        generation=structure_options(generation, GenerationConfig, "generation", str(path)) if generation else None,
-        fingerprint=str(data.get("fingerprint", "")),
-        deviation=dict(deviation) if isinstance(deviation, Mapping) else {},
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import pathlib
@@ -12,18 +11,14 @@ import subprocess
 import sys
 import tomllib
 
-import hypothesis.strategies as st
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
 
 from specdec.cli import main
 from specdec.cli.new import KINDS, repository
-from specdec.errors import ConfigError
 from tests.processes import HUNG, ROOT, run_python, run_specdec
 
 PROGRAMS = pathlib.Path(sys.executable).parent
-FULL = OSError(28, "No space left on device")
 
 
 def run_new(*arguments: object, status: int = 0) -> str:
@@ -75,25 +70,6 @@ def test_the_files_of_a_repository_are_clean(tmp_path, lint):
     lint(folder, "zizmor", "--offline", "--no-progress", ".github")
 
 
-WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=45)
-CAMEL = ("row", "delta", "array", "host", "forward-pass", "state", "context", "markov", "echo", "text-state", "config")
-
-
-@settings(max_examples=40)
-@given(kind=st.sampled_from(list(KINDS)), name=st.one_of(WORDS, st.sampled_from(CAMEL), st.text(max_size=8)))
-def test_every_name_is_refused_or_defines_each_class_once(kind, name):
-    try:
-        files = repository(kind, name)
-    except ConfigError:
-        return
-    [source] = [text for path, text in files.items() if path.endswith("/__init__.py")]
-    body = ast.parse(source).body
-    defined = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    imported = [alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert len({*defined, *imported}) == len(defined) + len(imported)
-    assert tomllib.loads(files["pyproject.toml"])["project"]["entry-points"]["specdec"][name]
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -102,28 +78,6 @@ def test_a_folder_with_files_is_left_alone(tmp_path):
     assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path, status=2)
     assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path / "mine", status=2)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize(
-    ("there", "error", "fails_at"), [(True, FULL, 0), (False, FULL, 4), (False, KeyboardInterrupt(), 7)]
-)
-def test_a_failure_leaves_nothing_half_written(there, error, fails_at, tmp_path, monkeypatch):
-    folder, write, written = tmp_path / "outer" / "made", pathlib.Path.write_text, []
-    if there:
-        folder.mkdir(parents=True)
-
-    def failing(self, *arguments, **options):
-        if len(written) == fails_at:
-            write(self, "half", encoding="utf-8")
-            raise error
-        written.append(self)
-        return write(self, *arguments, **options)
-
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(pathlib.Path, "write_text", failing)
-    said = run_new("drafter", "far-away", "--into", folder, status=2 if isinstance(error, OSError) else 130)
-    assert ("No space left" in said) == isinstance(error, OSError)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 # --- installed, as a stranger would ---------------------------------------------------------------------------------

@@ -113,7 +113,6 @@ def test_the_counters_are_the_engines_own(checkpoint, make_target, script, count
     padded = [[*counts, 0, 0, 0][:3] for counts in (stats.offered, stats.reached, stats.accepted)]
     assert [[getattr(p, name) for p in group.positions] for name in ("offered", "reached", "accepted")] == padded
     assert (group.tokens, group.cycles) == (stats.tokens, stats.cycles)
-    assert [row["class"] for row in report.rows()] == ["one"] * 3 + ["(all)"] * 3
 
 
 def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> Run:
@@ -195,7 +194,6 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
     run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
     report = run.run()
     assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
-    assert [row["verdict"] for row in report.rows()] == [None] * 4
     json.dumps(report.to_dict(), allow_nan=False)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +15,9 @@ from hypothesis import strategies as st
 from specdec.config import Choice
 from specdec.contract import Logits, Parity
 from specdec.decoding.parts import make_verifier
-from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.hosting import read_trace
-from specdec.measuring.audit import AuditReport, audit, read_run
+from specdec.errors import PromptError
+from specdec.measuring.audit import AuditReport, audit
 from specdec.measuring.divergences import GAP_EDGES, Divergence, Verdict, bin_label
-from specdec.measuring.plots import plot_audit, save_figure
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture
@@ -212,69 +207,3 @@ def test_the_json_object_is_strict_json() -> None:
     assert read["broken_promise"] is True
     assert bin_label(0.1, 0.3) == "0.1 to 0.3"
     assert bin_label(10.0, math.inf) == "10 and more"
-
-
-def test_the_plot_is_a_png_with_a_panel_for_what_there_is(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without divergences no panel is empty; a token that the settings forbid has no height, and is marked."""
-    pytest.importorskip("matplotlib")
-    drawn: list[Any] = []
-
-    def save(figure: Any, path: Any) -> None:
-        drawn.append(figure)
-        save_figure(figure, path)
-
-    monkeypatch.setattr("specdec.measuring.plots.save_figure", save)
-    near, banned = Divergence(2, 7, 8, 0.2, 0.2), Divergence(3, 7, 8, math.inf, 0.4)
-    for found, panels, marked in (((), 1, []), ((near,), 2, [2]), ((banned,), 2, [3]), ((near, banned), 2, [2, 3])):
-        plot_audit(report(list(np.geomspace(1e-4, 20, 50)), found), tmp_path / "a.png")
-        assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert len(drawn[-1].axes) == panels
-        assert [x for line in drawn[-1].axes[-1].lines for x in line.get_xdata()] == marked
-        assert all(one.get_ylim()[1] > 0 for one in drawn[-1].axes)
-    with pytest.raises(UnsupportedError, match="cannot be written"):
-        plot_audit(report([1.0]), tmp_path / "no" / "a.png")
-
-
-# --- runs from files -------------------------------------------------------------------------------------------------
-
-
-def test_a_recorded_run_is_read_back(lm: Any, tmp_path: pathlib.Path) -> None:
-    settings = {"temperature": 0.9, "seed": 4, "logit_bias": {44: 2.0}, "stop": "\0", "max_new_tokens": 12}
-    run = lm.generate([40, 50, 60], ignore_eos=True, **settings)
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps(run.to_dict()))
-    recorded = read_run(file)
-    assert (recorded.prompt, recorded.tokens) == (run.prompt, run.tokens)
-    assert recorded.fingerprint == lm.info.fingerprint
-    assert recorded.generation is not None
-    assert attrs.evolve(recorded.generation, logit_bias={44: 2.0}) == run.generation  # JSON's keys are strings
-    assert not audit(lm, recorded.prompt, recorded.tokens, generation=recorded.generation).divergences
-
-
-def test_a_file_that_is_no_run_is_refused(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "run.json"
-    for text, reason in (
-        ("", "is not JSON"),
-        ("{", "is not JSON"),
-        ("\xff", "is not JSON"),
-        ("[]", "no list of token ids under 'prompt'"),
-        ('{"tokens": [1]}', "under 'prompt'"),
-        ('{"prompt": [1], "tokens": [1.5]}', "under 'tokens'"),
-        ('{"error": {"type": "X"}}', "holds an error"),
-    ):
-        file.write_bytes(text.encode("latin-1"))
-        with pytest.raises(PromptError, match=reason):
-            read_run(file)
-    os.mkfifo(tmp_path / "pipe")
-    for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "pipe", "it is a named pipe")):
-        with pytest.raises(PromptError, match=f"cannot be read: {reason}"):
-            read_run(path)
-        with pytest.raises(PromptError, match=f"cannot be read: {reason}"):
-            read_trace(path)
-    file.write_text('{"prompt": [1], "tokens": [2], "generation": {"temperature": "hot"}}')
-    with pytest.raises(ConfigError, match=r"generation\.temperature takes a number"):
-        read_run(file)
-    file.write_text('{"prompt": [1], "tokens": [2]}')
-    assert read_run(file).generation is None

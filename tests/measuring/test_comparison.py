@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import pathlib
 import socket
 import threading
 from typing import Any
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, Text, compare
 from specdec.measuring.divergences import ROUNDING, Verdict
-from specdec.measuring.plots import plot_audit
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
@@ -272,8 +270,7 @@ def test_the_first_difference_is_the_first(data: st.DataObject) -> None:
         assert one[common : common + 1] != two[common : common + 1]
 
 
-def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_report_is_strict_json() -> None:
     plain, other = answers(math.inf)
     pairing = Pairing().after(Text(0, "line 1", "p"), plain, other, greedy=True)
     pairing = pairing.after(Text(1, "line 2", "p"), Answer(plain.steps[:1], "a", True), plain, greedy=True)
@@ -293,8 +290,6 @@ def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None
     assert told["verdicts"] == {"tie within rounding": 0, "other token with a real gap": 1, "cannot tell": 1}
     assert [one["gap"] for one in told["differences"]] == [None, None]
     assert told["partial"] is True
-    plot_audit(report, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------

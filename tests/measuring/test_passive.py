@@ -1,9 +1,7 @@
-"""Passive measurements, acceptance by kind of token, and the log of missed drafts."""
+"""Passive measurements and acceptance by kind of token."""
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +9,10 @@ import attrs
 import pytest
 
 from specdec.config import Choice
-from specdec.contract import CycleRecord
 from specdec.decoding.parts import make_verifier
 from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
-from specdec.measuring.drafts import MissedDrafts, by_kind
+from specdec.measuring.drafts import by_kind
 from specdec.measuring.passive import passive
 from specdec.measuring.runs import Run, at_depth, generate, plain
 from specdec.records.cost_table import CostTable
@@ -114,25 +111,3 @@ def test_kinds_of_tokens_are_counted_by_hand() -> None:
     assert (rare.kind, rare.accepted, rare.rejected) == ("rare", 3, 1)
     assert (special.kind, special.accepted, special.rejected, special.rate) == ("special", 0, 1, 0.0)
     assert [kind.rate for kind in by_kind([], ())] == [None, None, None]
-
-
-def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path: pathlib.Path) -> None:
-    lm = at_depth(variant(load("demo", "bfloat16"), "mtp"), 3)
-    file = tmp_path / "missed.jsonl"
-    file.write_text("of an earlier run\n")
-    cycles: list[CycleRecord] = []
-    log = MissedDrafts(file, lm.tokenizer)
-    stream = lm.stream(CODE, max_new_tokens=60, ignore_eos=True)
-    stream.on_cycle = lambda cycle: (cycles.append(cycle), log.add(cycle))
-    result = stream.result
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    wanted = [cycle for cycle in cycles if cycle.accepted < min(cycle.offered, len(cycle.emitted))]
-    assert len(rows) == len(wanted) > 0
-    start = len(result.prompt)
-    for row, cycle in zip(rows, wanted, strict=True):
-        assert row["position"] == cycle.position - start + cycle.accepted
-        assert row["lookahead"] == cycle.accepted
-        assert row["chosen"] == result.tokens[row["position"]] != row["drafted"] == cycle.drafted[cycle.accepted]
-        assert row["chosen_text"] == lm.tokenizer.decode([row["chosen"]], skip_special=False)
-    with pytest.raises(UnsupportedError, match="cannot be written"):
-        MissedDrafts(tmp_path, lm.tokenizer)

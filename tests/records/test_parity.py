@@ -7,21 +7,15 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specdec.backends.cpu.caches import CpuDeltaCache
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Parity
-from specdec.doctor import RowCosts, measure_row_costs, probe_bits, promise
-from specdec.doctor.costs import RowCost
-from specdec.measuring.speed_model import expected_tokens
+from specdec.doctor import probe_bits, promise
 from specdec.models.parity import probe_parts, probe_rows
 from specdec.records.bits import Comparison, Finding
-from specdec.records.cost_table import plausible
 from specdec.testing import Memory, TableModel
 from tests import tiny
-from tests.selection import examples
 from tests.tiny_families import FAMILIES
 from tests.wrong_ops import FROM, ROWS, Leaky, last_row, wrong_ops
 
@@ -133,11 +127,10 @@ def test_another_engines_model_is_compared_by_passes(memory):
     table = np.random.default_rng(0).dirichlet(np.ones(7), size=(7, 7))
     tilt = 0.0 if memory is Memory.CONVOLUTION else 0.3
     target = TableModel(table, memory=memory, tilt=tilt, mtp_table=table, max_positions=64, max_rows=6)
-    findings, costs = probe_bits(target), measure_row_costs(target, repeats=3)
+    findings = probe_bits(target)
     assert len(findings) == 2
     assert all(finding.equal for finding in findings)
-    assert [row.rows for row in costs.rows] == [1, 2, 3, 4, 5, 6]
-    verdict = promise(target, findings, costs)
+    verdict = promise(target, findings)
     assert verdict.exact == (target.info.parity is Parity.BITWISE)
     assert not verdict.broken
 
@@ -153,35 +146,3 @@ def test_bits_are_compared_and_not_values():
     comparison.arrays(8, {"state": np.ones(2)}, {})
     assert comparison.finding().difference is None
     assert comparison.finding().blocks() == "3 to 4, 8"
-
-
-@examples(60)
-@given(
-    ratios=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
-    step=st.none() | st.floats(0.0, 2.0),
-    one=st.floats(1e-5, 10.0),
-)
-def test_a_depth_breaks_even_where_it_emits_what_it_costs(ratios, step, one):
-    totals = [1.0]
-    for more in ratios:
-        totals.append(totals[-1] + more)
-    totals = list(plausible(dict(enumerate(totals, start=1))).values())
-    costs = RowCosts(
-        rows=tuple(RowCost(rows=i + 1, seconds=one * ratio, ratio=ratio) for i, ratio in enumerate(totals)),
-        draft_step=None if step is None else step * one,
-        context=1,
-        repeats=3,
-        steady=True,
-    )
-    prices = costs.depths()
-    assert [price.depth for price in prices] == list(range(1, min(7, len(ratios)) + 1))
-    for price in prices:
-        assert price.cost == pytest.approx(totals[price.depth] + price.depth * (step or 0.0))
-        if price.break_even is None:
-            assert price.cost > price.depth + 1
-        else:
-            assert expected_tokens([price.break_even] * price.depth) == pytest.approx(max(1.0, price.cost), rel=1e-6)
-    for acceptance in (0.5, 0.9):
-        depth, speedup = costs.best_depth(acceptance)
-        assert speedup == max([1.0, *(price.speedups[f"{acceptance}"] for price in prices)])
-        assert (depth == 0) == (speedup == 1.0)

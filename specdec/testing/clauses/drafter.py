@@ -94,10 +94,10 @@ checks_of(
         "D11": "``needs`` names everything that a drafter uses of its target: hidden states and the MTP head.",
         "D12": "The committed state of a sequence belongs to the engine: a drafter only runs MTP drafts on it.",
         "D15": "Sequences are independent: drafts do not depend on what other sequences did before or in between.",
+        "D16": "A drafter prints nothing: standard output belongs to the calling program.",
         "D19": "Arrays belong to their receiver: those of a pass stay unchanged, and a draft is never written again.",
     },
 )
-checks_of(_drive, {"D16": "A drafter prints nothing: standard output belongs to the calling program."}, kind="advice")
 
 
 @check("D3")

@@ -53,10 +53,6 @@ from specdec.testing.verifier_cases import (
 P_VALUE = 1e-7  # one false alarm in ten million joint distributions
 
 
-def _bound(subject: VerifierSubject) -> Any:
-    return subject.bound if subject.bound is not None else subject.make().bound
-
-
 def _calls(subject: VerifierSubject, case: Case, cycle: int) -> Faults:
     """Decide one call, alone and after others, and compare the tokens that it commits with their rows."""
     faults, verifier = Faults(), subject.make()
@@ -73,7 +69,7 @@ def _calls(subject: VerifierSubject, case: Case, cycle: int) -> Faults:
         note("V1", inside, f"{name} is out of range", got=value, expected=f"0 to {most}")
         if not inside:
             return faults
-    exact, bound = verifier.guarantee is Guarantee.EXACT, _bound(subject)
+    exact, bound = verifier.guarantee is Guarantee.EXACT, verifier.bound
     promises_distribution = verifier.guarantee in (Guarantee.EXACT, Guarantee.DISTRIBUTION)
     greedy, expected = case.sampling.temperature == 0, []
     for row, token in enumerate(emitted(case, verdict)):
@@ -146,7 +142,7 @@ def _pure(subject: VerifierSubject, case: Case, expected: Verdict | None, faults
 
 
 def _drive(subject: VerifierSubject, run: Run, clause: str) -> None:
-    bound = _bound(subject)
+    bound = subject.make().bound
     near = bound if isinstance(bound, int | float) and 0 <= bound < math.inf else 0.5
     run.drive(subject, clause, _calls, examples=220, case=cases(bound=near), cycle=st.integers(1, 1000))
 
@@ -274,7 +270,10 @@ def bound_kept(subject: VerifierSubject, run: Run) -> None:
     """BOUNDED: the verifier declares a ``bound`` in nats; no committed token is further below the best than that."""
     if subject.make().guarantee is not Guarantee.BOUNDED:
         not_applicable("only BOUNDED has a bound")
-    bound, expected = _bound(subject), "an attribute 'bound': nats between the best logit and the worst one committed"
+    bound, expected = (
+        subject.make().bound,
+        "an attribute 'bound': nats between the best logit and the worst one committed",
+    )
     declared = isinstance(bound, int | float) and 0 <= bound < math.inf
     expect(declared, "it declares no bound", got=bound, expected=expected)
     _drive(subject, run, "V7")
