@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -203,9 +202,8 @@ def show(report: AcceptanceReport, console: output.Printer) -> None:
     )
     headings = ["class", "verdict", "best depth", "speed-up", "interval", "tokens per cycle", "decided by"]
     left = ("class", "verdict", "decided by")
-    section(
-        "Verdict", output.table(headings, map(_verdict, groups), left=left), *_undecided(groups), _cycle_line(report)
-    )
+    passive = "Passive: no draft was verified; the speed-ups follow from the rates and the costs above."
+    section("Verdict", output.table(headings, map(_verdict, groups), left=left), *([passive] if report.passive else []))
     rows = [(one.kind, str(one.accepted), str(one.rejected), output.share(one.rate)) for one in report.kinds]
     section(
         "Accepted and rejected by kind of token",
@@ -277,41 +275,6 @@ def _verdict(group: ClassReport) -> tuple[str, ...]:
         return group.name, verdict, "-", "-", "-", "-", group.decided_by
     figures = (str(best.depth), f"{best.speedup:.2f}x", between(best.interval, ".2f", "x"), f"{best.tokens:.2f}")
     return group.name, verdict, *figures, group.decided_by
-
-
-def _undecided(groups: Sequence[ClassReport]) -> Iterator[str]:
-    """How many prompts would decide on classes that are "worth trying": an interval shrinks with their root."""
-    from specdec.measuring.intervals import MIN_PROMPTS
-    from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice
-
-    needed = []
-    for group in groups:
-        if group.best is None or group.verdict is not Advice.WORTH_TRYING:
-            continue
-        speedup, prompts = group.best.speedup, MIN_PROMPTS
-        if group.best.interval is not None:
-            if NOT_WORTH_IT <= speedup <= TURN_ON:
-                continue  # the speed-up is between the two, however many prompts there are
-            reach, edge = (0, TURN_ON) if speedup > TURN_ON else (1, NOT_WORTH_IT)
-            spread = (group.best.interval[reach] - speedup) / (edge - speedup)
-            prompts = max(group.prompts + 1, math.ceil(group.prompts * spread**2))
-        needed.append(f"{group.name} about {prompts} ({group.prompts} measured)")
-    if needed:
-        yield f"Prompts that it takes to decide: {', '.join(needed)}."
-
-
-def _cycle_line(report: AcceptanceReport) -> str:
-    overall, table = report.overall, report.costs[-1]
-    if report.passive:
-        return "Passive: no draft was verified; the speed-ups follow from the rates and the costs above."
-    if overall.cycle_seconds is None or overall.clocked is None or not overall.predictions:
-        return "No cycle ran at the full depth."
-    parts = ", ".join(f"{phase} {1e3 * seconds:.3f}" for phase, seconds in overall.seconds_per_cycle.items())
-    return (
-        f"A cycle of depth {report.depth} took {1e3 * overall.cycle_seconds:.3f} ms in this run ({parts}; medians), "
-        f"against {1e3 * table.seconds:.3f} in the costs above: {overall.clocked:.2f}x by this run's clock, "
-        f"{overall.predictions[-1].speedup:.2f}x predicted."
-    )
 
 
 def _ablations(report: AcceptanceReport) -> Iterator[tuple[str, ...]]:

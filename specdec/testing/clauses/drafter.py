@@ -86,6 +86,7 @@ checks_of(
     {
         "D1": "A draft has at most ``depth`` tokens, each a plain int inside the vocabulary.",
         "D2": "The context is never changed: neither its tokens nor its settings.",
+        "D3": "One token of context is enough, with no prefill before it.",
         "D4": "Depth 0 gives the empty draft.",
         "D5": "The same calls give the same drafts, and no global random generator is read or moved.",
         "D7": "After a rewind to any length, the next draft is that of a fresh drafter.",
@@ -98,16 +99,6 @@ checks_of(
         "D19": "Arrays belong to their receiver: those of a pass stay unchanged, and a draft is never written again.",
     },
 )
-
-
-@check("D3")
-def one_token(subject: DrafterSubject, run: Run) -> None:
-    """One token of context is enough, with no prefill before it."""
-    for depth in (1, 3):
-        session = ScriptedSession.start(subject)
-        session.feed([3])
-        for accepted in (0, 4):
-            session.cycle(depth, accepted, 1)
 
 
 @check("D6")
