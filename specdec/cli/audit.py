@@ -61,7 +61,6 @@ PER_CLASS = 4  # of specdec's own prompts
 @prompted
 @configured()
 @ignore_eos
-@integer("--rows", "Rows per pass in the control; 1 disables it", 4)
 @click.option(
     "--tolerance",
     type=Number(0.0),
@@ -77,7 +76,6 @@ def audit(
     servers: tuple[str, ...],
     prompt_options: PromptOptions,
     config: RunConfig,
-    rows: int,
     tolerance: float | None,
     as_json: bool,
     **of_servers: Any,
@@ -85,8 +83,7 @@ def audit(
     """Replay a run and count divergent tokens.
 
     Compares every token with what plain decoding, one row at a time, chooses in the same context: the argmax, or above
-    temperature 0 the choice of the same seed. The control decodes the same tokens in passes of several rows without
-    speculation: differences there come from the backend.
+    temperature 0 the choice of the same seed.
 
     The exit status is 1 if verifier and backend promise the tokens of plain decoding and some differ, or if --tolerance
     is exceeded.
@@ -115,13 +112,7 @@ def audit(
     deviation = attrs.asdict(result.deviation)
     with output.progress("auditing", then="auditing") as advance:
         report = replay(
-            lm,
-            result.prompt,
-            result.tokens,
-            rows=rows,
-            tolerance=tolerance,
-            generation=result.generation,
-            progress=advance,
+            lm, result.prompt, result.tokens, tolerance=tolerance, generation=result.generation, progress=advance
         )
     _finish(report, _summary(report, deviation), as_json, run_deviation=deviation)
     if report.broken_promise:
@@ -180,7 +171,7 @@ def _show_gaps(report: GapReport, console: output.Printer) -> None:
 
 
 def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    count, control = len(report.divergences), report.control
+    count = len(report.divergences)
     choice = "argmax" if report.temperature == 0 else f"the seed's choice at temperature {report.temperature:g}"
     yield (
         "audited",
@@ -198,22 +189,13 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
     yield "run's own", f"{off or 'no'} deviations counted{gap}"
     if count and report.guarantee == "distribution" and report.temperature > 0:
         yield "note", "this verifier keeps the distribution, not the tokens of plain decoding"
-    if control is None:
-        yield "control", "none"
-        return
-    yield (
-        "control",
-        f"plain decoding by {control.rows} rows: {control.equal_rows} of {control.compared} rows bit-equal to one row "
-        f"alone, {output.count(control.argmax_disagreements, 'argmax disagreement')}, largest difference of a logit "
-        f"{control.largest_difference:.3g}",
-    )
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 _REQUEST = ("max_new_tokens", "temperature", "seed", "ignore_eos")
 _NOT_OF_SERVERS = {
-    ("rows", "prompt_tokens", "chat", "system"): "it is for specdec's own runs, without --server.",
+    ("prompt_tokens", "chat", "system"): "it is for specdec's own runs, without --server.",
     ("source", "drafter_part", "verifier_part", "depth_part", "weights"): "with --server, the servers have their "
     "models and drafters.",
     ("top_k", "top_p", "min_p"): "it means nothing to a server here.",

@@ -65,7 +65,7 @@ def test_from_text(lm, text, tmp_path):
 
 def test_from_outputs(lm, tmp_path):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "v.json"
-    prompts.write_text('The first railway\n\n"def area(width,\\n  height):"\n')
+    prompts.write_text('{"prompt": "The first railway"}\n\n{"prompt": "def area(width,\\n  height):"}\n')
     done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 700, "-o", out, "--json")
     assert done.exit_code == 0, done.output
     made = DraftVocabulary.read(out)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config import Choice
-from specdec.contract import Logits, Parity
 from specdec.decoding.parts import make_verifier
 from specdec.errors import PromptError
 from specdec.measuring.audit import AuditReport, audit
@@ -79,7 +78,7 @@ def test_a_lossy_run_that_ends_inside_a_block_counts_only_what_it_kept(load: Cal
     for offset in range(0, 40, 5):
         stop = lm.tokenizer.decode(full.tokens[offset : offset + 2])
         run = lm.generate(CODE, max_new_tokens=60, ignore_eos=True, stop=stop)
-        report = audit(lm, run.prompt, run.tokens, rows=1)
+        report = audit(lm, run.prompt, run.tokens)
         assert (len(report.divergences), report.largest_gap) == (run.deviation.count, run.deviation.largest_gap)
 
 
@@ -89,7 +88,7 @@ def test_one_changed_token_is_found_where_it_stands(load: Callable[..., Any], wh
     lm = variant(load("qwen3_5", "bfloat16"))
     run = lm.generate([40, 50, 60], max_new_tokens=30, ignore_eos=True)
     tokens = [*run.tokens[:where], other, *run.tokens[where + 1 :]]
-    report = audit(lm, run.prompt, tokens, rows=1)
+    report = audit(lm, run.prompt, tokens)
     if tokens == run.tokens:
         assert report.divergences == ()
         return
@@ -104,54 +103,6 @@ def test_one_changed_token_is_found_where_it_stands(load: Callable[..., Any], wh
     )
 
 
-class Skewed(Logits):
-    """Logits of a pass that shift with the number of its rows, as a backend's that picks kernels by it."""
-
-    def __init__(self, inner: Logits) -> None:
-        self.inner, self.shift = inner, 1e-4 * (len(inner) - 1)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def rows(self) -> Any:
-        rows = self.inner.rows().copy()
-        rows[-1:, 0] += self.shift
-        return rows
-
-    def argmax(self) -> list[int]:
-        return [int(token) for token in self.rows().argmax(-1)]
-
-    def topk(self, k: int) -> Any:
-        raise NotImplementedError
-
-    def gather(self, tokens: Any) -> Any:
-        raise NotImplementedError
-
-
-class SkewedTarget:
-    def __init__(self, target: Any) -> None:
-        self.target, self.info = target, attrs.evolve(target.info, parity=Parity.NUMERIC)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
-
-    def decode(self, state: Any, tokens: Any) -> Any:
-        output = self.target.decode(state, tokens)
-        return attrs.evolve(output, logits=Skewed(output.logits))
-
-
-def test_the_control_shows_what_the_backend_does_without_speculation(lm: Any) -> None:
-    run = lm.generate([40, 50, 60], max_new_tokens=21, ignore_eos=True)
-    skewed = attrs.evolve(lm, target=SkewedTarget(lm.target))
-    control = audit(skewed, run.prompt, run.tokens, rows=4).control
-    assert control is not None
-    assert (control.compared, control.equal_rows) == (21, 16)  # the last row of five passes of 4; the last has one row
-    assert control.equal_share == 16 / 21
-    assert control.largest_difference == pytest.approx(3e-4, rel=0.1)
-    assert audit(skewed, run.prompt, run.tokens, rows=1).control is None
-    assert not audit(skewed, run.prompt, run.tokens).broken_promise
-
-
 def test_what_cannot_be_audited_is_refused(lm: Any) -> None:
     for prompt, tokens, reason in (
         ([], [1], "prompt is empty"),
@@ -161,8 +112,6 @@ def test_what_cannot_be_audited_is_refused(lm: Any) -> None:
     ):
         with pytest.raises(PromptError, match=reason):
             audit(lm, prompt, tokens)
-    with pytest.raises(PromptError, match="argument rows of audit.. takes 1 to"):
-        audit(lm, [1], [1], rows=0)
     with pytest.raises(PromptError, match="temperature"):
         audit(lm, [1], [1], tempreature=1.0)
 
@@ -179,7 +128,6 @@ def report(gaps: list[float], divergences: tuple[Divergence, ...] = (), **change
         "parity": "bitwise",
         "divergences": divergences,
         "gaps": tuple(gaps),
-        "control": None,
     }
     return AuditReport(**{**fields, **changes})
 
