@@ -5,7 +5,7 @@
 
 Prints a Markdown table, and writes all figures with ``--json``. Needs MLX. Without a Metal device it runs slowly on
 MLX's CPU device and says so: own kernels are then their MLX references, and no figure describes a GPU. For whole models
-see ``specdec doctor`` (cost by rows) and ``specdec bench``.
+see ``specdec accept`` (cost by depth) and ``specdec bench``.
 
 Everything runs in one process. Arms alternate within each repeat, ratios are taken within a repeat, and medians are
 printed. A kernel is timed in chains: each call depends on the previous one through two tiny operations and reads

@@ -30,7 +30,7 @@ from specdec.decoding.conversation import Conversation
 from specdec.errors import SpecdecError
 from specdec.measuring import choose_prompts, load_prompts, own_prompts
 from specdec.measuring.acceptance import AcceptanceMeasurement
-from specdec.measuring.audit import audit, read_run
+from specdec.measuring.audit import audit
 from specdec.measuring.bench import BenchMeasurement
 from specdec.measuring.prompts import FOLDER
 from specdec.registry import registry
@@ -246,7 +246,6 @@ CALLS = [
         outcome=lambda report: report.to_dict(),
         settings=True,
     ),
-    Call("read_run", lambda lm, at: read_run),
     Call("load_prompts", lambda lm, at: load_prompts, lambda lm, at: {"path": FOLDER / "copy.jsonl"}),
     Call("choose_prompts", lambda lm, at: choose_prompts, lambda lm, at: {"prompts": own_prompts()}),
     Call(

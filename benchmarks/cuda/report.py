@@ -125,7 +125,7 @@ def plot(found: list[Line], path: Path) -> None:
     """Draw a bar of figure over target for each. Raises: UnsupportedError without matplotlib."""
     from matplotlib.figure import Figure
 
-    from specdec.measuring.plots import COLOURS, save_figure
+    from specdec.measuring.plots import COLOURS
 
     known = [line for line in found if line.ratio is not None]
     figure = Figure(figsize=(10, 1.2 + 0.32 * max(1, len(known))), layout="constrained")
@@ -136,4 +136,4 @@ def plot(found: list[Line], path: Path) -> None:
     axes.set_yticks(range(len(known)), [f"{line.shape}: {line.quantity}" for line in reversed(known)])
     axes.axvline(1.0, color="#5f6368", linewidth=1, linestyle="--")
     axes.set(xlabel="figure over target (green: met)")
-    save_figure(figure, path)
+    figure.savefig(path, format="png", dpi=120)

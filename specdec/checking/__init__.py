@@ -458,22 +458,6 @@ class FieldError(ConfigError):
         super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {shown(got)}", **facts)
 
 
-@attrs.frozen(eq=False)
-class Described:
-    """A validator that also says what it takes.
-
-    Attributes:
-        check: raises FieldError.
-        schema: JSON Schema of what it takes, beside the type.
-    """
-
-    check: Validator
-    schema: Mapping[str, Any]
-
-    def __call__(self, owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        self.check(owner, field, value)
-
-
 def between(low: float, high: float) -> Validator:
     """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool.
 
@@ -491,7 +475,7 @@ def between(low: float, high: float) -> Validator:
         if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
             raise FieldError(owner, field.name, f"{shown(low)} to {shown(high)}", value)
 
-    return Described(check, {"minimum": low, "maximum": high})
+    return check
 
 
 def one_of(*choices: str) -> Validator:
@@ -509,7 +493,7 @@ def one_of(*choices: str) -> Validator:
             hint = nearest(value, choices) if isinstance(value, str) else None
             raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
 
-    return Described(check, {"enum": list(choices)})
+    return check
 
 
 def each(validator: Validator) -> Validator:
@@ -519,4 +503,4 @@ def each(validator: Validator) -> Validator:
         for item in value.values() if isinstance(value, dict) else value:
             validator(owner, field, item)
 
-    return Described(check, {"items": dict(getattr(validator, "schema", {}))})
+    return check

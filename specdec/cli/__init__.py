@@ -20,7 +20,6 @@ from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.new import new
 from specdec.cli.plugins import plugins
-from specdec.cli.schema import schema
 from specdec.cli.serve import serve
 from specdec.cli.vocab import vocab
 
@@ -33,5 +32,5 @@ def main(verbose: int) -> None:
     output.configure(verbose)
 
 
-for command in (accept, audit, batch, bench, chat, check, doctor, generate, info, new, plugins, schema, serve, vocab):
+for command in (accept, audit, batch, bench, chat, check, doctor, generate, info, new, plugins, serve, vocab):
     main.add_command(command)

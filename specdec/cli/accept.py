@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ SHOWN_MISMATCHES = 5
 
 @click.command()
 @configured("Maximum tokens per prompt", new_tokens=48, example="drafter.max_order=3", own=("depth",))
-@measuring.measured(per_class=None, csv_help="Write the table.")
+@measuring.measured(per_class=None)
 @integer("--depth", "Tokens drafted per cycle", 4)
 @click.option("--passive", is_flag=True, help="Draft at every plain step and verify nothing: the output cannot change.")
 @click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
@@ -44,7 +43,7 @@ def accept(
     ctx: click.Context,
     config: RunConfig,
     prompts: PromptSet,
-    files: measuring.Files,
+    html: pathlib.Path | None,
     depth: int,
     passive: bool,
     ablate: str | None,
@@ -103,20 +102,20 @@ def accept(
     measuring.finish(
         ctx,
         report,
-        {"log": log_file, **files},
+        html,
         show=show,
         plot=plot_acceptance,
         as_json=as_json,
         changed="a mistake in the head changed some",
         done=f"{report.done} of {report.planned} prompts",
-        lost=None if log is None else log.failure,
+        log=log,
     )
 
 
 # --- recorded traffic ------------------------------------------------------------------------------------------------
 
 _OF_A_MODEL = (
-    *("prompts_file", "classes", "per_class", "csv_file", "plot_file", "html_file", "passive", "ablate", "log_file"),
+    *("prompts_file", "classes", "per_class", "html_file", "passive", "ablate", "log_file"),
     *("max_new_tokens", *SAMPLING, "weights", "verifier_part"),
 )
 
@@ -203,9 +202,8 @@ def show(report: AcceptanceReport, console: output.Printer) -> None:
     )
     headings = ["class", "verdict", "best depth", "speed-up", "interval", "tokens per cycle", "decided by"]
     left = ("class", "verdict", "decided by")
-    section(
-        "Verdict", output.table(headings, map(_verdict, groups), left=left), *_undecided(groups), _cycle_line(report)
-    )
+    passive = "Passive: no draft was verified; the speed-ups follow from the rates and the costs above."
+    section("Verdict", output.table(headings, map(_verdict, groups), left=left), *([passive] if report.passive else []))
     rows = [(one.kind, str(one.accepted), str(one.rejected), output.share(one.rate)) for one in report.kinds]
     section(
         "Accepted and rejected by kind of token",
@@ -277,41 +275,6 @@ def _verdict(group: ClassReport) -> tuple[str, ...]:
         return group.name, verdict, "-", "-", "-", "-", group.decided_by
     figures = (str(best.depth), f"{best.speedup:.2f}x", between(best.interval, ".2f", "x"), f"{best.tokens:.2f}")
     return group.name, verdict, *figures, group.decided_by
-
-
-def _undecided(groups: Sequence[ClassReport]) -> Iterator[str]:
-    """How many prompts would decide on classes that are "worth trying": an interval shrinks with their root."""
-    from specdec.measuring.intervals import MIN_PROMPTS
-    from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice
-
-    needed = []
-    for group in groups:
-        if group.best is None or group.verdict is not Advice.WORTH_TRYING:
-            continue
-        speedup, prompts = group.best.speedup, MIN_PROMPTS
-        if group.best.interval is not None:
-            if NOT_WORTH_IT <= speedup <= TURN_ON:
-                continue  # the speed-up is between the two, however many prompts there are
-            reach, edge = (0, TURN_ON) if speedup > TURN_ON else (1, NOT_WORTH_IT)
-            spread = (group.best.interval[reach] - speedup) / (edge - speedup)
-            prompts = max(group.prompts + 1, math.ceil(group.prompts * spread**2))
-        needed.append(f"{group.name} about {prompts} ({group.prompts} measured)")
-    if needed:
-        yield f"Prompts that it takes to decide: {', '.join(needed)}."
-
-
-def _cycle_line(report: AcceptanceReport) -> str:
-    overall, table = report.overall, report.costs[-1]
-    if report.passive:
-        return "Passive: no draft was verified; the speed-ups follow from the rates and the costs above."
-    if overall.cycle_seconds is None or overall.clocked is None or not overall.predictions:
-        return "No cycle ran at the full depth."
-    parts = ", ".join(f"{phase} {1e3 * seconds:.3f}" for phase, seconds in overall.seconds_per_cycle.items())
-    return (
-        f"A cycle of depth {report.depth} took {1e3 * overall.cycle_seconds:.3f} ms in this run ({parts}; medians), "
-        f"against {1e3 * table.seconds:.3f} in the costs above: {overall.clocked:.2f}x by this run's clock, "
-        f"{overall.predictions[-1].speedup:.2f}x predicted."
-    )
 
 
 def _ablations(report: AcceptanceReport) -> Iterator[tuple[str, ...]]:

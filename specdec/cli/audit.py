@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,11 @@ from specdec.cli import measuring, output
 from specdec.cli.options import (
     EXTRA_ARGUMENTS,
     FILE,
-    KEYS,
     LARGEST,
-    PATH,
-    PROMPT_OPTIONS,
     SAMPLE_PROMPT,
     TEXT,
     Number,
     PromptOptions,
-    check_file,
     configured,
     ignore_eos,
     integer,
@@ -33,11 +28,10 @@ from specdec.config import Override, RunConfig
 from specdec.errors import PromptError, shown
 
 if TYPE_CHECKING:
-    from specdec.measuring.audit import AuditReport, RecordedRun
+    from specdec.measuring.audit import AuditReport
     from specdec.measuring.comparison import ComparisonReport
     from specdec.measuring.divergences import GapReport
     from specdec.measuring.prompts import Prompt
-    from specdec.pipeline import LanguageModel
 
 SHOWN = 10  # divergences listed on a terminal; --json has all
 SHORT = 24  # characters of a token there
@@ -64,11 +58,9 @@ PER_CLASS = 4  # of specdec's own prompts
 @click.option(
     "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
 )
-@click.option("--run", "run_file", metavar="FILE", type=FILE, help="Audit the output of generate --json.")
 @prompted
 @configured()
 @ignore_eos
-@integer("--rows", "Rows per pass in the control; 1 disables it", 4)
 @click.option(
     "--tolerance",
     type=Number(0.0),
@@ -76,30 +68,25 @@ PER_CLASS = 4  # of specdec's own prompts
     help="Exit with status 1 if a greedy token is further below the best one than this. With --server: the gap that "
     "rounding may explain.",
 )
-@click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib).")
 @output.json_option
 @click.pass_context
 def audit(
     ctx: click.Context,
     /,
     servers: tuple[str, ...],
-    run_file: str | None,
     prompt_options: PromptOptions,
     config: RunConfig,
-    rows: int,
     tolerance: float | None,
-    plot_file: pathlib.Path | None,
     as_json: bool,
     **of_servers: Any,
 ) -> None:
     """Replay a run and count divergent tokens.
 
     Compares every token with what plain decoding, one row at a time, chooses in the same context: the argmax, or above
-    temperature 0 the choice of the same seed. The control decodes the same tokens in passes of several rows without
-    speculation: differences there come from the backend.
+    temperature 0 the choice of the same seed.
 
-    --run takes the prompt and generation settings from the file. The exit status is 1 if verifier and backend promise
-    the tokens of plain decoding and some differ, or if --tolerance is exceeded.
+    The exit status is 1 if verifier and backend promise the tokens of plain decoding and some differ, or if --tolerance
+    is exceeded.
 
     With --server, given twice, requests are answered plain, with speculation, and plain again. A request that differs
     is a "tie within rounding", has an "other token with a real gap", or one "cannot tell", judged by the plain answer's
@@ -107,97 +94,48 @@ def audit(
     the plain answers come one at a time, and the others together, as a busy server decodes them.
     """
     if servers:
-        _compare(ctx, config, prompt_options, tolerance, plot_file, as_json=as_json)
+        _compare(ctx, config, prompt_options, tolerance, as_json=as_json)
         return
     refuse(of_servers, "it needs --server.")
-    prompt: str | list[int] = []
-    if run_file is None:
-        prompt = prompt_options.read(config)
-    else:
-        why = "with --run, prompt and generation settings are the file's."
-        refuse((*PROMPT_OPTIONS, *KEYS.keys() - {"model", "weights"}), why)
-        for override in map(Override.parse, ctx.params["settings"]):
-            if override.path[0] == "generation":
-                raise click.UsageError(f"{override.source}: {why}")
+    prompt = prompt_options.read(config)
 
     import specdec
     from specdec.measuring.audit import audit as replay
-    from specdec.measuring.audit import read_run
 
-    measuring.check_writable(plot=plot_file)  # before minutes of decoding
-    check_file("--run", run_file)
-    recorded = read_run(run_file) if run_file is not None else None
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     if prompt is SAMPLE_PROMPT:
         click.echo("no prompt given: continuing a sample", err=True)
-    if recorded is None:
-        recorded = _run_now(lm, prompt_options.in_template(lm, prompt))
-    elif recorded.fingerprint and recorded.fingerprint != lm.info.fingerprint:
-        raise PromptError(
-            "the run was made with another model",
-            file=run_file,
-            model=config.target.model,
-            try_="the --model or CONFIG of the run",
-        )
+    stream = lm.stream(prompt_options.in_template(lm, prompt))
+    with interruptible(stream), output.status("generating"):
+        result = stream.result
+    deviation = attrs.asdict(result.deviation)
     with output.progress("auditing", then="auditing") as advance:
         report = replay(
-            lm,
-            recorded.prompt,
-            recorded.tokens,
-            rows=rows,
-            tolerance=tolerance,
-            generation=recorded.generation,
-            progress=advance,
+            lm, result.prompt, result.tokens, tolerance=tolerance, generation=result.generation, progress=advance
         )
-    _finish(report, _summary(report, recorded.deviation), plot_file, as_json, run_deviation=recorded.deviation)
+    _finish(report, _summary(report, deviation), as_json, run_deviation=deviation)
     if report.broken_promise:
-        other = " (unless the run is of another backend, dtype or version)" if run_file else ""
-        output.broken_promise(ctx, f"some differ{other}")
+        output.broken_promise(ctx, "some differ")
     if report.beyond:
         gap = f"the largest gap is {report.largest_gap:.4g} nats, the tolerance {tolerance:g}"
         click.echo(f"error: {output.count(report.beyond, 'token')} beyond the tolerance: {gap}", err=True)
         ctx.exit(output.BROKEN_PROMISE)
 
 
-def _run_now(lm: LanguageModel, prompt: str | list[int]) -> RecordedRun:
-    from specdec.measuring.audit import RecordedRun
-
-    stream = lm.stream(prompt)
-    with interruptible(stream), output.status("generating"):
-        result = stream.result
-    return RecordedRun(
-        prompt=result.prompt,
-        tokens=result.tokens,
-        generation=result.generation,
-        fingerprint=result.fingerprint,
-        deviation=attrs.asdict(result.deviation),
-    )
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
 def _finish(
-    report: AuditReport | ComparisonReport,
-    summary: Iterator[tuple[str, str]],
-    plot_file: pathlib.Path | None,
-    as_json: bool,
-    **more: Any,
+    report: AuditReport | ComparisonReport, summary: Iterator[tuple[str, str]], as_json: bool, **more: Any
 ) -> None:
-    """Print a report and draw its plot."""
-    from specdec.measuring.plots import plot_audit
-
-    if plot_file is not None:
-        plot_audit(report, plot_file)
+    """Print a report."""
     if as_json:
-        output.print_json({**report.to_dict(), **more, "png": str(plot_file) if plot_file else None})
+        output.print_json({**report.to_dict(), **more})
         return
     console = output.console()
     console.print(output.facts(summary))
     _show_gaps(report, console)
-    if plot_file is not None:
-        console.print(f"\nplot: {plot_file}")
 
 
 def _show_gaps(report: GapReport, console: output.Printer) -> None:
@@ -233,7 +171,7 @@ def _show_gaps(report: GapReport, console: output.Printer) -> None:
 
 
 def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    count, control = len(report.divergences), report.control
+    count = len(report.divergences)
     choice = "argmax" if report.temperature == 0 else f"the seed's choice at temperature {report.temperature:g}"
     yield (
         "audited",
@@ -246,28 +184,18 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
         yield "largest gap", f"{report.largest_gap:.4g} nats below the best logit"
     if report.tolerance is not None:
         yield "tolerance", f"{report.tolerance:g} nats: {report.beyond or 'no'} tokens beyond it"
-    if deviation:
-        off = deviation.get("count")
-        gap = f", by {deviation.get('largest_gap'):.4g} nats at most" if off else ""
-        yield "run's own", f"{off or 'no'} deviations counted{gap}"
+    off = deviation["count"]
+    gap = f", by {deviation['largest_gap']:.4g} nats at most" if off else ""
+    yield "run's own", f"{off or 'no'} deviations counted{gap}"
     if count and report.guarantee == "distribution" and report.temperature > 0:
         yield "note", "this verifier keeps the distribution, not the tokens of plain decoding"
-    if control is None:
-        yield "control", "none"
-        return
-    yield (
-        "control",
-        f"plain decoding by {control.rows} rows: {control.equal_rows} of {control.compared} rows bit-equal to one row "
-        f"alone, {output.count(control.argmax_disagreements, 'argmax disagreement')}, largest difference of a logit "
-        f"{control.largest_difference:.3g}",
-    )
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 _REQUEST = ("max_new_tokens", "temperature", "seed", "ignore_eos")
 _NOT_OF_SERVERS = {
-    ("run_file", "rows", "prompt_tokens", "chat", "system"): "it is for specdec's own runs, without --server.",
+    ("prompt_tokens", "chat", "system"): "it is for specdec's own runs, without --server.",
     ("source", "drafter_part", "verifier_part", "depth_part", "weights"): "with --server, the servers have their "
     "models and drafters.",
     ("top_k", "top_p", "min_p"): "it means nothing to a server here.",
@@ -275,13 +203,7 @@ _NOT_OF_SERVERS = {
 
 
 def _compare(
-    ctx: click.Context,
-    config: RunConfig,
-    prompt_options: PromptOptions,
-    tolerance: float | None,
-    plot_file: pathlib.Path | None,
-    *,
-    as_json: bool,
+    ctx: click.Context, config: RunConfig, prompt_options: PromptOptions, tolerance: float | None, *, as_json: bool
 ) -> None:
     """``audit --server``."""
     from specdec.decoding.parts import with_seed
@@ -292,7 +214,6 @@ def _compare(
     _check_options(ctx, config)
     options = ctx.params
     prompts = _prompts(options, prompt_options)
-    measuring.check_writable(plot=plot_file)
     plain, speculative = (
         ServerEngine(url, options["model"], api_key=options["api_key"], timeout=options["timeout"] or 300.0)
         for url in options["servers"]
@@ -308,7 +229,7 @@ def _compare(
             report = comparison.run()
     if report.done and not report.tokens and not report.divergences:
         raise PromptError("every answer is empty: nothing was compared", try_="--ignore-eos, or other prompts")
-    _finish(report, _comparison(report), plot_file, as_json)
+    _finish(report, _comparison(report), as_json)
     if report.failure is not None:
         click.echo(f"ended early: this covers {report.done} of {report.planned} requests", err=True)
         raise report.failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,8 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import LARGEST, Number, configured, integer, whole_number
+from specdec.cli.options import configured, integer
 from specdec.config import RunConfig
-from specdec.errors import shown
 
 if TYPE_CHECKING:
     from specdec.measuring.bench import BenchReport, ClassBench
@@ -21,16 +21,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @configured("Tokens to generate per prompt", new_tokens=96)
-@measuring.measured(per_class=3, csv_help="Write every run and context length.")
+@measuring.measured(per_class=3)
 @integer("--repeats", "A B B A rounds per prompt", 1, high=1_000_000)
-@click.option(
-    "--pause",
-    type=Number(0.0, 3600.0),
-    default=0.0,
-    metavar="SECONDS",
-    help="Wait before every run, for a processor that heats up.",
-)
-@click.option("--contexts", metavar="N,N", help="Also measure prefill and generation at these context lengths.")
 @click.option(
     "--synthetic",
     metavar="PROFILE",
@@ -42,10 +34,8 @@ def bench(
     ctx: click.Context,
     config: RunConfig,
     prompts: PromptSet,
-    files: measuring.Files,
+    html: pathlib.Path | None,
     repeats: int,
-    pause: float,
-    contexts: str | None,
     synthetic: str | None,
     as_json: bool,
 ) -> None:
@@ -67,33 +57,19 @@ def bench(
         BenchMeasurement,
         prompts=prompts,
         repeats=repeats,
-        pause=pause,
-        contexts=_lengths(contexts),
         synthetic=None if synthetic is None else parse_profile(synthetic),
     )
     report = measuring.measure(config, make, "warming up", silent=as_json)
     measuring.finish(
         ctx,
         report,
-        files,
+        html,
         show=show,
         plot=plot_bench if report.overall is not None else None,
         as_json=as_json,
         changed="outputs differ",
         done=output.count(len(report.prompts), "prompt"),
     )
-
-
-def _lengths(text: str | None) -> tuple[int, ...]:
-    lengths = []
-    for word in [] if text is None else text.split(","):
-        length = whole_number(word.strip())
-        if length is None or not 1 <= length <= LARGEST:
-            raise click.BadParameter(
-                f"contexts are lengths in tokens, from 1 to {LARGEST}, got {shown(text)}.", param_hint="--contexts"
-            )
-        lengths.append(length)
-    return tuple(lengths)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -121,15 +97,6 @@ def show(report: BenchReport, console: output.Printer) -> None:
         )
         headings = ["part", "predicted (ms)", "measured (ms)", "speed-up if free"]
         section("A mean speculative cycle", output.table(headings, _terms(report)), *_explained(report))
-    if report.contexts:
-        headings = ["context", "prefill plain", "prefill spec.", "head", "plain", "spec.", "speed-up", "state"]
-        section(
-            "By context length",
-            output.table([*headings, "save, restore", "same"], _contexts(report), left=()),
-            "Tokens per second. Prefill covers the tokens since the previous length, the faster of two runs. head: "
-            "what the drafter's own prefill adds to 1,000 tokens. Each generation starts from a restored copy of the "
-            "state.",
-        )
     if report.reasons:
         most = max(report.reasons, key=lambda reason: report.reasons[reason])
         runs = sum(len(one.speculative) for one in report.prompts)
@@ -204,19 +171,3 @@ def _explained(report: BenchReport) -> Sequence[str]:
     shares = ", ".join(f"{share:.1%} of the {arm} arm" for arm, share in report.explained.items())
     lines.append(f"speed = tokens / (draft + verify + commit): the phases account for {shares}.")
     return lines
-
-
-def _contexts(report: BenchReport) -> Iterator[tuple[str, ...]]:
-    for one in report.contexts:
-        yield (
-            str(one.context),
-            f"{one.prefill_plain:.0f}",
-            f"{one.prefill_speculative:.0f}",
-            f"{one.head_prefill_ms:+.1f} ms",
-            f"{one.plain:.1f}",
-            f"{one.speculative:.1f}",
-            f"{one.speedup:.2f}x",
-            f"{one.state_bytes / 2**20:.1f} MiB",
-            f"{1e3 * one.save_seconds:.1f} ms",
-            "yes" if one.equal else "NO",
-        )

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     help="How long to look: at most 5 s, 30 s or 10 minutes of one core.",
 )
 @click.option("--only", multiple=True, metavar="ID", help="Run only this check; may be repeated.")
-@click.option("--exit-first", "-x", is_flag=True, help="End at the first failure.")
-@click.option("--contract", metavar="VERSION", default=None, help="The contract version that the plugin claims.")
 @output.json_option
 @click.pass_context
 def check(
@@ -39,8 +37,6 @@ def check(
     seed: int,
     effort: str,
     only: tuple[str, ...],
-    exit_first: bool,
-    contract: str | None,
     as_json: bool,
 ) -> None:
     """Check that a plugin conforms, or show the smallest failing case.
@@ -57,14 +53,14 @@ def check(
         raise UnsupportedError(
             "the conformance kit needs hypothesis", try_="pip install 'specdec-framework[testing]'"
         ) from error
-    from specdec.testing import CONTRACT, check_plugin
+    from specdec.testing import check_plugin
 
-    how: dict[str, Any] = {"seed": seed, "effort": effort, "only": only or None, "contract": contract or CONTRACT}
+    how: dict[str, Any] = {"seed": seed, "effort": effort, "only": only or None}
     options = _options(settings)
     asked = [*(f"-s {shlex.quote(text)}" for text in settings), f"--seed {seed}", f"--effort {effort}"]
     how["replay"] = " ".join(["specdec check", name, *asked])
     with output.status(f"checking {name}") as show:
-        report = check_plugin(name, options=options, progress=show, exit_first=exit_first, **how)
+        report = check_plugin(name, options=options, progress=show, **how)
     if as_json:
         output.print_json(report.to_dict())
     else:
@@ -87,7 +83,7 @@ LINES = 36  # clauses in the table; of more, those that passed are only counted
 
 
 def _show(report: Report) -> None:
-    from specdec.testing import Status
+    from specdec.testing import CONTRACT, Status
 
     console = output.console()
     outcomes = list(report.outcomes)
@@ -112,4 +108,4 @@ def _show(report: Report) -> None:
         console.print(cut(line, 230))
     ids = ", ".join(dict.fromkeys(one.check.id for one in report.failures))
     verdict = f"fails {ids}" if ids else "passes"
-    console.print(f"\n{report.name} {verdict} (contract {report.contract}, seed {report.seed})")
+    console.print(f"\n{report.name} {verdict} (contract {CONTRACT}, seed {report.seed})")

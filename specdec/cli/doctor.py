@@ -16,11 +16,10 @@ from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.contract import ModelInfo
-    from specdec.doctor import MachineReport, Promise, RowCosts
+    from specdec.doctor import MachineReport, Promise
     from specdec.records.bits import Finding
 
 SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "max_rows")
-SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has all
 
 
 @click.command()
@@ -39,8 +38,7 @@ def doctor(
 
     With MODEL (a folder, a hub id or "demo"), loads and probes it. Bits: runs the comparison of every load with more
     rows and contexts: blocks of 2 or more rows, through each kind of layer and whole passes, against the same rows one
-    by one. Costs: times passes of several rows against one row, and gives the acceptance at which each depth pays. The
-    verdict is "exact" only if the backend promises equal bits and no comparison differs.
+    by one. The verdict is "exact" only if the backend promises equal bits and no comparison differs.
 
     The exit status is 1 if a backend that promises equal bits gave different ones.
     """
@@ -120,8 +118,8 @@ def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
 
 
 def _examine(config: RunConfig, context: int | None) -> _Examined:
-    """Load the model, compare bits and time passes."""
-    from specdec.doctor import measure_row_costs, probe_bits, promise
+    """Load the model and compare bits."""
+    from specdec.doctor import probe_bits, promise
     from specdec.models.loading import load_target
 
     with output.status(f"loading {config.target.model}"):
@@ -134,14 +132,11 @@ def _examine(config: RunConfig, context: int | None) -> _Examined:
         )
     with output.status("comparing bits"):
         findings = probe_bits(target, context)
-    with output.status("timing passes"):
-        costs = measure_row_costs(target)
     return _Examined(
         model=config.target.model,
         info=target.info,
         findings=findings,
-        costs=costs,
-        promise=promise(target, findings, costs),
+        promise=promise(target, findings),
         notices=tuple(loaded.notices),
     )
 
@@ -153,13 +148,12 @@ class _Examined:
     model: str
     info: ModelInfo
     findings: list[Finding]
-    costs: RowCosts
     promise: Promise
     notices: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The object under ``model`` of ``doctor --json``."""
-        info, costs = self.info, self.costs
+        info = self.info
         return {
             "model": self.model,
             **{name: getattr(info, name) for name in SHOWN_FACTS},
@@ -167,14 +161,6 @@ class _Examined:
             "parity_reason": info.parity_reason,
             "notices": list(self.notices),
             "findings": [{**attrs.asdict(finding), "equal": finding.equal} for finding in self.findings],
-            "costs": {
-                "rows": [attrs.asdict(row) for row in costs.rows],
-                "draft_step": costs.draft_step,
-                "context": costs.context,
-                "repeats": costs.repeats,
-                "steady": costs.steady,
-                "depths": [attrs.asdict(depth) for depth in costs.depths()],
-            },
             "promise": {**attrs.asdict(self.promise), "broken": self.promise.broken},
         }
 
@@ -191,13 +177,8 @@ class _Examined:
         console.print(output.facts(rows))
         headings = ("bits", "rows", "off by", "compared")
         console.print(output.table(headings, _bits(self.findings), left=("bits", "rows", "compared")))
-        columns = [f"at {float(acceptance):.0%}" for acceptance in SHOWN_ACCEPTANCES]
-        numbers = ("rows", "ms", "r(M)", "depth", "cycle", "break-even", *columns)
-        console.print(output.table(numbers, _costs(self.costs), left=()))
-        console.print(_costs_line(self.costs))
         console.print()
         rows = [("promise", f"{'exact' if promise.exact else 'numeric'}: {promise.reason}")]
-        rows.append(("depth", f"{promise.depth}: {promise.depth_reason}"))
         console.print(output.facts(rows))
 
 
@@ -209,28 +190,3 @@ def _bits(findings: list[Finding]) -> Iterator[tuple[str, ...]]:
         row = "" if finding.first_row is None else f", first in row {finding.first_row}"
         off = "not finite" if finding.difference is None else f"{finding.difference:.2g}"
         yield "differ", finding.blocks(), off, f"{finding.subject}{row}"
-
-
-def _costs(costs: RowCosts) -> Iterator[tuple[str, ...]]:
-    prices = {price.depth: price for price in costs.depths()}
-    for row in costs.rows:
-        cells = [str(row.rows), f"{row.seconds * 1e3:.2f}", f"{row.ratio:.2f}"]
-        if price := prices.get(row.rows - 1):
-            even = "never" if price.break_even is None else f"{price.break_even:.0%}"
-            cells += [str(price.depth), f"{price.cost:.2f}", even]
-            cells += [f"{price.speedups[acceptance]:.2f}x" for acceptance in SHOWN_ACCEPTANCES]
-        yield tuple(cells)
-
-
-def _costs_line(costs: RowCosts) -> str:
-    step = "no MTP head: drafts are counted as free"
-    if costs.draft_step is not None:
-        share = costs.draft_step / costs.rows[0].seconds
-        step = f"a step of the MTP head takes {costs.draft_step * 1e3:.2f} ms, {share:.2f} of a plain step"
-    idle = "The times of one row differ by more than a quarter: measure again on an idle machine. "
-    measured = f"Medians of {output.count(costs.repeats, 'repeat')} after {output.count(costs.context, 'token')}"
-    return (
-        f"{'' if costs.steady else idle}{measured}; {step}. "
-        "Cycle: drafts and their pass in plain steps. Break-even: the accepted share of reached drafts above "
-        "which the depth pays; then the expected speed-up at some shares. specdec accept measures the share."
-    )

@@ -53,7 +53,6 @@ QUICK_S = 2.0  # a generation that takes longer is compared with one of each kin
 @click.option("--prediction", "prediction_file", metavar="FILE", type=PATH, help="Draft from a text like the output.")
 @click.option("--stats", is_flag=True, help="Report everything that was counted, as tables.")
 @click.option("--compare", is_flag=True, help="Run plain decoding as well, and compare speeds and tokens.")
-@click.option("--missed", "missed_file", metavar="FILE", type=PATH, help="Write each rejected draft (JSON lines).")
 @click.option("--trace", "trace_file", metavar="FILE", type=PATH, help="Record drafts and commits (JSON lines).")
 @click.option("--html", "html_file", metavar="FILE", type=PATH, help="Write a page that shows each token's origin.")
 @click.option("--strict-speculation", is_flag=True, help="Fail if no draft was verified.")
@@ -66,7 +65,6 @@ def generate(
     prediction_file: pathlib.Path | None,
     stats: bool,
     compare: bool,
-    missed_file: pathlib.Path | None,
     trace_file: pathlib.Path | None,
     html_file: pathlib.Path | None,
     strict_speculation: bool,
@@ -88,9 +86,6 @@ def generate(
     from it where the output follows it; the output stays the same.
 
     --stats counts accepted tokens by lookahead position; 0 is the next token.
-
-    --missed has a line per rejected draft: the position of the first wrong token in the output (0 is the first), the
-    token that was drafted there, the one that was chosen, and both as text.
 
     --trace appends the prompt, every draft and what was committed to FILE; specdec accept --trace judges other drafters
     on it.
@@ -116,19 +111,13 @@ def generate(
         settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
     tokens = prompt_options.in_template(lm, prompt)
     stream = lm.stream(tokens, **settings)
-    missed = trace = None
+    trace = None
     if trace_file is not None:
         from specdec.hosting import StreamTrace
 
         trace = StreamTrace(trace_file, lm, stream)
-    if missed_file is not None:
-        from specdec.measuring.drafts import MissedDrafts
-
-        missed = MissedDrafts(missed_file, lm.tokenizer)
     colours = None if as_json or not output.coloured() else Colours(lm.tokenizer)
-    watching: list[Callable[[CycleRecord], object]] = [
-        writer.add for writer in (missed, trace, colours) if writer is not None
-    ]
+    watching: list[Callable[[CycleRecord], object]] = [writer.add for writer in (trace, colours) if writer is not None]
     watching += [recorded.append] * (html_file is not None)
     if watching:
         stream.on_cycle = lambda cycle: [add(cycle) for add in watching]
@@ -158,9 +147,8 @@ def generate(
             report(data)
     if html_file is not None:
         _write_page(html_file, lm, config, prompt, recorded, result)
-    for written in (missed, trace):
-        if written is not None and written.failure is not None:
-            raise written.failure
+    if trace is not None and trace.failure is not None:
+        raise trace.failure
     speculation = data["stats"]["speculation"]
     if strict_speculation and not speculation["active"]:
         raise UnsupportedError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -17,18 +16,18 @@ from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from specdec.measuring.drafts import DraftLog
     from specdec.measuring.environment import Environment
     from specdec.measuring.prompts import PromptSet
     from specdec.pipeline import LanguageModel
 
 PLAIN_TOKENS = 24  # of the runs that say how fast plain decoding is
-Files = dict[str, pathlib.Path | None]
 
 
-def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Command]:
-    """Options for prompts and output files; the function gets ``prompts`` and ``files``.
+def measured(*, per_class: int | None) -> Callable[[Command], Command]:
+    """Options for prompts and the page; the function gets ``prompts`` and ``html``.
 
-    Files are checked before the command runs, since a measurement takes minutes.
+    The file is checked before the command runs, since a measurement takes minutes.
     """
 
     def decorate(command: Command) -> Command:
@@ -36,10 +35,13 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
         def resolved(prompts_file: str | None, classes: str | None, per_class: int | None, **options: Any) -> Any:
             names = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
             prompts = chosen_prompts(prompts_file, per_class, names, chat=options["config"].target.model != "demo")
-            files: Files = {kind: options.pop(f"{kind}_file") for kind in ("csv", "plot", "html")}
-            check_writable(files["csv"], plot=files["plot"])
-            check_writable(plot=files["html"])
-            return command(prompts=prompts, files=files, **options)
+            html = options.pop("html_file")
+            if html is not None:
+                from specdec.measuring.plots import require_matplotlib
+
+                require_matplotlib()
+            check_writable(html)
+            return command(prompts=prompts, html=html, **options)
 
         return add_options(
             resolved,
@@ -53,8 +55,6 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
             ),
             click.option("--classes", metavar="A,B", help="Measure only these prompt classes."),
             integer("--per-class", f"Prompts per class{'' if per_class else ' (default all)'}", per_class),
-            click.option("--csv", "csv_file", metavar="FILE", type=PATH, help=csv_help),
-            click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib)."),
             click.option(
                 "--html", "html_file", metavar="FILE", type=PATH, help="Write a page with tables and plot (matplotlib)."
             ),
@@ -92,39 +92,35 @@ def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: 
 def finish(
     ctx: click.Context,
     report: Any,
-    files: Files,
+    html: pathlib.Path | None,
     *,
     show: Callable[[Any, Any], None],
-    plot: Callable[[Any, Any], None] | None,
+    plot: Callable[[Any, BinaryIO], None] | None,
     as_json: bool,
     changed: str,
     done: str,
-    lost: UnsupportedError | None = None,
+    log: DraftLog | None = None,
 ) -> None:
-    """Print a report, write its files, and exit with its status.
+    """Print a report, write its page, and exit with its status.
 
     Args:
         show: prints the report on a console.
         plot: draws it; None if there is nothing to draw, and then no picture is written.
         changed: what a broken promise means here.
         done: how far an interrupted measurement got.
-        lost: why a file that was written on the way is incomplete.
+        log: was written on the way.
     """
-    if plot is None:
-        files = {**files, "plot": None}
     data = report.to_dict()
+    files = {"log": None if log is None else log.path, "html": html}
+    lost = None if log is None else log.failure
     if as_json:
         output.print_json({**data, **{name: str(file) if file else None for name, file in files.items()}})
     else:
         show(report, output.console())
-    if files["csv"] is not None:
-        write_csv(report.rows(), files["csv"])
-    if files["plot"] is not None and plot is not None:
-        plot(report, files["plot"])
-    if files["html"] is not None:
+    if html is not None:
         page = ReportPage()
         show(report, page)
-        page.write(files["html"], f"specdec {ctx.info_name}", data, plot and functools.partial(plot, report))
+        page.write(html, f"specdec {ctx.info_name}", data, plot and functools.partial(plot, report))
     for name, file in files.items():
         if file is not None and not as_json:
             click.echo(f"{name}: {file}", err=True)
@@ -154,31 +150,11 @@ def plain_milliseconds(lm: LanguageModel) -> float:
     return min(1e3 * stats.decode_seconds / stats.tokens for stats in runs)
 
 
-def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None) -> None:
-    """Check before a long run that its files can be written, and a plot drawn.
-
-    Raises: UnsupportedError naming the file, or matplotlib.
-    """
-    if plot is not None:
-        from specdec.measuring.plots import require_matplotlib
-
-        require_matplotlib()
-    for file in (*files, plot):
+def check_writable(*files: pathlib.Path | None) -> None:
+    """Check before a long run that its files can be written. Raises: UnsupportedError naming the file."""
+    for file in files:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise UnsupportedError("there is no folder to write the file into, or it is a folder itself", file=file)
-
-
-def write_csv(rows: Iterable[Mapping[str, Any]], file: pathlib.Path) -> None:
-    """Write a CSV table with the first row's keys as heading; an empty file for no rows. Raises: UnsupportedError."""
-    table = list(rows)
-    try:
-        with file.open("w", newline="", encoding="utf-8") as target:
-            writer = csv.DictWriter(target, fieldnames=list(table[0]) if table else [])
-            if table:
-                writer.writeheader()
-            writer.writerows(table)
-    except OSError as error:
-        raise UnsupportedError(f"the table cannot be written: {error.strerror or error}", file=file) from error
 
 
 # --- lines of a report -----------------------------------------------------------------------------------------------

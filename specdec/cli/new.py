@@ -1,15 +1,13 @@
 """``specdec new KIND NAME``: the repository of a plugin, with tests, a package and a workflow.
 
-The module is the example of the tutorial with the plugin's own names, so an example is kept in one place. The other
+The module is the example of the tutorial under the plugin's name, so an example is kept in one place. The other
 files are the templates in ``template/``.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +58,7 @@ KINDS: Mapping[str, _Template] = {
         "logits_processor=plugin.specdec_logits_processors()[0]",
         "-s 'generation.processors=[{{name=\"{name}\"}}]'",
     ),
-    "observer": _Template("examples/first_observer.py", "observer=plugin.{object}", object="CycleLog"),
+    "observer": _Template("examples/first_observer.py", "observer=plugin.CycleLog", object="CycleLog"),
     "backend": _Template(
         "examples/first_backend.py",
         'ops=lambda: plugin.specdec_backends()[0].factory(None).ops("float32")',
@@ -110,14 +108,13 @@ def repository(kind: str, name: str) -> dict[str, str]:
     _check_name(name)
     template, module = KINDS[kind], f"specdec_{name.replace('-', '_')}"
     source = _module(_source(template.source), name)
-    entry, words = template.object and _camel(name), {"name": name}
     values = {
         "kind": kind.replace("-", " "),
         "name": name,
         "module": module,
-        "entry": f"{module}:{entry}" if entry else module,
-        "checked": template.checked.format(**words, object=entry),
-        "use": template.use.format(**words),
+        "entry": f"{module}:{template.object}" if template.object else module,
+        "checked": template.checked.format(name=name),
+        "use": template.use.format(name=name),
         "dependencies": [f"specdec-framework>={__version__}", *_imported(source)],
     }
     environment = Environment(
@@ -157,7 +154,7 @@ def _source(path: str) -> str:
 
 
 def _module(example: str, name: str) -> str:
-    """An example without its main program, with the plugin's names. Raises: ConfigError for a name that is in use."""
+    """An example without its main program, with the plugin's name in place of its own."""
     text = example.partition(_MAIN)[0].rstrip("\n") + "\n"
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     for line, package in re.findall(r"^(import (\w+)(?:\.\w+)*\n)", text, re.MULTILINE):
@@ -166,19 +163,8 @@ def _module(example: str, name: str) -> str:
     text = re.sub(r"\n{3,}(?=import|from)", "\n\n", text)
     match = re.search(r'(?:Spec\(\s*name=|backend == )"([\w-]+)"', text)
     old = match[1] if match else "cycle-log"  # an observer has no spec
-    stem, own = _camel(old), _camel(name)
-    words = {getattr(node, field, None) for node in ast.walk(ast.parse(text)) for field in ("id", "name", "asname")}
-    clashing = {word.replace(stem, own, 1) for word in words if word and word.startswith(stem)}
-    clashing &= {*dir(builtins), *(word for word in words if word and not word.startswith(stem))}
-    if clashing:
-        raise ConfigError(f"{name!r} needs a class {min(clashing)}, and that word is in use", try_=f"my-{name}")
-    text = re.sub(rf"\b{stem}(?![a-z])", own, text)
     text = re.sub(rf"\bspecdec_{old.replace('-', '_')}\b", f"specdec_{name.replace('-', '_')}", text)
     return re.sub(rf'("|``|specdec-){old}(?="| =|:)', rf"\g<1>{name}", text)
-
-
-def _camel(name: str) -> str:
-    return "".join(word.capitalize() for word in name.split("-"))
 
 
 def _imported(source: str) -> list[str]:
@@ -196,19 +182,13 @@ def _imported(source: str) -> list[str]:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write all files or none. Raises: ConfigError for a folder with files in it, or one that cannot be written."""
-    created: list[Path] = []  # what is not there yet, outermost first
+    """Write all files. Raises: ConfigError for a folder with files in it, or one that cannot be written."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there already, and it is not an empty folder", try_="--into FOLDER")
         for path, text in files.items():
             file = folder / path
-            created += reversed([path for path in (file, *file.parents) if path not in created and not path.exists()])
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8", newline="\n")
-    except BaseException as error:
-        for new_path in created:
-            shutil.rmtree(new_path) if new_path.is_dir() else new_path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ConfigError(f"{folder} cannot be written: {error.strerror or error}", try_="--into FOLDER") from error
-        raise
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}", try_="--into FOLDER") from error

@@ -20,7 +20,6 @@ import attrs
 import click
 from click.core import ParameterSource
 
-from specdec.cli.completion import complete_key, complete_model, plugin_names
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import ConfigError, PromptError, cut, shown
 from specdec.files.reading import TEXT_LIMIT, open_file
@@ -99,12 +98,12 @@ KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", *SAMPLING, "st
 }
 """Options that are short for a configuration key."""
 
-PARTS: Mapping[str, tuple[str, Any, str]] = {
-    "drafter": ("NAME", plugin_names("drafters"), "Drafter: mtp, ngram, none, ..."),
-    "verifier": ("NAME", plugin_names("verifiers"), "Verifier: strict, rejection, ..."),
-    "depth": ("N", plugin_names("depth_policies"), "Draft tokens per cycle, or a depth policy."),
+PARTS: Mapping[str, tuple[str, str]] = {
+    "drafter": ("NAME", "Drafter: mtp, ngram, none, ..."),
+    "verifier": ("NAME", "Verifier: strict, rejection, ..."),
+    "depth": ("N", "Draft tokens per cycle, or a depth policy."),
 }
-"""Options for the parts of a language model: metavar, completion and help."""
+"""Options for the parts of a language model: metavar and help."""
 
 WEIGHTS = (".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ckpt")
 
@@ -139,15 +138,7 @@ def integer(
 
 def settings_option(example: str = "depth.depth=4", help: str = "Override a key") -> Callable[[Command], Command]:
     """Add ``-s KEY=VALUE``; the function gets ``settings``."""
-    return click.option(
-        "-s",
-        "--set",
-        "settings",
-        multiple=True,
-        metavar="KEY=VALUE",
-        shell_complete=complete_key,
-        help=f"{help}: {example}.",
-    )
+    return click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help=f"{help}: {example}.")
 
 
 def configured(
@@ -185,20 +176,14 @@ def configured(
             return command(config=_config(file, overrides, new_tokens), **options)
 
         parts = [
-            click.option(f"--{name}", f"{name}_part", metavar=metavar, type=TEXT, shell_complete=complete, help=help)
-            for name, (metavar, complete, help) in PARTS.items()
+            click.option(f"--{name}", f"{name}_part", metavar=metavar, type=TEXT, help=help)
+            for name, (metavar, help) in PARTS.items()
             if name not in own
         ]
         return add_options(
             resolved,
-            click.argument("source", metavar="[MODEL]", required=False, type=FILE, shell_complete=complete_model),
-            click.option(
-                "-m",
-                "--model",
-                type=FILE,
-                shell_complete=complete_model,
-                help='A folder, a hub id or "demo"; with a TOML file as MODEL.',
-            ),
+            click.argument("source", metavar="[MODEL]", required=False, type=FILE),
+            click.option("-m", "--model", type=FILE, help='A folder, a hub id or "demo"; with a TOML file as MODEL.'),
             *parts,
             click.option("-n", "--max-new-tokens", type=int, metavar="N", help=length_help),
             click.option("--weights", type=TEXT, metavar="FORMAT", help="Weight format: auto, decoded, int8 or int4."),

@@ -345,9 +345,7 @@ def configure(verbose: int) -> None:
 
 def log_to_stderr(verbose: int = 0) -> None:
     """Show the library's log; before the options are known, as for ``--help``, its warnings."""
-    from specdec.registry import tracing
-
-    level = {0: logging.INFO if tracing() else logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
+    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
     logger = logging.getLogger("specdec")
     logger.addHandler(_LOG)  # once, however often this is called
     logger.setLevel(level)

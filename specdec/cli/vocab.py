@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from specdec.errors import PromptError
 if TYPE_CHECKING:
     from specdec.drafters.draft_vocabulary import DraftVocabulary
     from specdec.drafters.token_counts import TokenCounts
+    from specdec.measuring.prompts import Prompt
     from specdec.pipeline import LanguageModel
 
 PART = 1 << 18  # characters tokenised per step; parts end at line ends
@@ -42,7 +42,7 @@ PART = 1 << 18  # characters tokenised per step; parts end at line ends
     "prompts",
     metavar="FILE",
     type=FILE,
-    help='Count ids in greedy outputs: one prompt per line; a line in double quotes is a JSON string ("a\\nb").',
+    help="Count ids in greedy outputs for the prompts in a file, as for accept.",
 )
 @integer("--tokens", "With --generate: total tokens, split equally between prompts", 100_000, high=None)
 @chat_option
@@ -72,13 +72,16 @@ def vocab(
 
     Ctrl-C ends --generate; the file then covers the tokens so far, and the exit status is 130.
     """
+    from specdec.measuring.prompts import load_prompts
+
     if bool(texts) == bool(prompts):
         raise click.UsageError("Give either --text or --generate.")
     if chat is not None and not prompts:
         raise click.UsageError("--chat and --raw go with --generate.")
     config = load_config(None, [*map(Override.parse, settings), Override(("target", "model"), model, "MODEL")])
     sources = {name: read_text(name) for name in texts}
-    prompt_texts = _prompts(prompts) if prompts else []
+    if prompts is not None:
+        load_prompts(prompts)  # a mistake in it comes before the load
     check_writable(file)
 
     import specdec
@@ -90,12 +93,13 @@ def vocab(
     make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # reject an impossible size before an hour of work
     origin: dict[str, Any] = {"text": [pathlib.Path(name).name for name in texts]}
     interrupted = False
-    if texts:
+    if prompts is None:
         _count_texts(lm, sources, counts)
     else:
         chat = are_messages(lm, chat)
-        origin = {"generated_from": f"{len(prompt_texts)} prompts", "chat": chat}
-        interrupted = _count_outputs(lm, prompt_texts, tokens, counts, chat=chat)
+        chosen = [prompt for group in load_prompts(prompts, chat=chat).values() for prompt in group]
+        origin = {"generated_from": f"{len(chosen)} prompts", "chat": chat}
+        interrupted = _count_outputs(lm, chosen, tokens, counts)
         if interrupted and not counts.total:
             click.echo("interrupted: nothing was generated, so no file was written", err=True)
             ctx.exit(output.INTERRUPTED)
@@ -121,23 +125,6 @@ def vocab(
         ctx.exit(output.INTERRUPTED)
 
 
-def _prompts(name: str) -> list[str]:
-    prompts = []
-    for number, line in enumerate(read_text(name).splitlines(), start=1):
-        if line.startswith('"'):
-            try:
-                line = json.loads(line)
-            except ValueError as error:
-                raise PromptError(
-                    f"{name!r}, line {number}, begins with a double quote and is not a JSON string: {error}"
-                ) from error
-        if line.strip():
-            prompts.append(line)
-    if not prompts:
-        raise PromptError(f"{name!r} has no prompts", try_="one prompt a line")
-    return prompts
-
-
 def _count_texts(lm: LanguageModel, sources: Mapping[str, str], counts: TokenCounts) -> None:
     done, planned = 0, sum(map(len, sources.values()))
     with output.progress("counting", then="counting") as advance:
@@ -158,7 +145,7 @@ def _parts(text: str) -> Iterator[str]:
         at = end
 
 
-def _count_outputs(lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool) -> bool:
+def _count_outputs(lm: LanguageModel, prompts: list[Prompt], tokens: int, counts: TokenCounts) -> bool:
     """Count greedy outputs, an equal share of the tokens from each prompt; returns whether it was interrupted.
 
     An interrupted generation's tokens count too.
@@ -172,8 +159,7 @@ def _count_outputs(lm: LanguageModel, prompts: list[str], tokens: int, counts: T
             length = min(share, tokens - counts.total)
             if outputs.stopping or length <= 0:
                 break
-            asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-            stream = lm.stream(**asked, max_new_tokens=length, temperature=0.0)
+            stream = lm.stream(prompt.encode(lm.tokenizer), max_new_tokens=length, temperature=0.0)
             outputs.started(stream)
             counts.add(stream.result.tokens)
             advance(counts.total, tokens)

@@ -105,9 +105,7 @@ class GenerationConfig(SamplingSettings):
     seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(SEED))  # None: drawn, and reported
     logit_bias: Mapping[str | int, float] = attrs.field(factory=dict, validator=BIASES)
     processors: tuple[Choice, ...] = ()  # [[generation.processors]] tables
-    stop: tuple[str, ...] = attrs.field(
-        default=(), converter=_one_or_many, validator=_stop_strings, metadata={"also_one": True}
-    )
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_stop_strings)
     ignore_eos: bool = False
 
 

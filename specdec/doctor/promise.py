@@ -1,4 +1,4 @@
-"""The doctor's verdict: exact or numeric parity with the reason, and a suggested draft depth."""
+"""The doctor's verdict: exact or numeric parity, with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 
 from specdec.contract import ForwardPass, Needs, Parity, State
-from specdec.doctor.costs import ACCEPTANCES, RowCosts
 from specdec.models.causal_lm import CausalLM
 from specdec.models.parity import probe_parts
 from specdec.records.bits import Comparison, Finding, on_host
@@ -17,7 +16,6 @@ from specdec.records.bits import Comparison, Finding, on_host
 CONTEXTS = (0, 250, 1018, 4090)  # rows before the blocks of a layer; the blocks cross 256, 1024 and 4096 rows
 CONTEXT = 40  # tokens before whole passes
 DRAWS = 2  # of random rows for each layer and context
-SUGGESTED_AT = 0.7  # conditional acceptance for which a depth is suggested
 
 
 def probe_bits(target: ForwardPass, context: int | None = None) -> list[Finding]:
@@ -74,8 +72,6 @@ class Promise:
     exact: bool
     reason: str
     claimed: bool  # whether the backend declares bitwise parity
-    depth: int  # with the largest expected speed-up at SUGGESTED_AT; 0: none pays
-    depth_reason: str
 
     @property
     def broken(self) -> bool:
@@ -83,7 +79,7 @@ class Promise:
         return self.claimed and not self.exact
 
 
-def promise(target: ForwardPass, findings: Sequence[Finding], costs: RowCosts) -> Promise:
+def promise(target: ForwardPass, findings: Sequence[Finding]) -> Promise:
     """Give the verdict on a loaded target."""
     declared = target.ops.capabilities if isinstance(target, CausalLM) else target.info
     claimed = declared.parity is Parity.BITWISE
@@ -96,19 +92,4 @@ def promise(target: ForwardPass, findings: Sequence[Finding], costs: RowCosts) -
         reason = f"all compared bits are equal, but the backend does not promise them: {why}"
     else:
         reason = f"all {len(findings)} comparisons gave equal bits in blocks of up to {target.info.max_rows} rows"
-    depth, depth_reason = _depth(costs)
-    return Promise(
-        exact=claimed and not differing, reason=reason, claimed=claimed, depth=depth, depth_reason=depth_reason
-    )
-
-
-def _depth(costs: RowCosts) -> tuple[int, str]:
-    if not costs.depths():
-        return 0, "passes of one row leave no room for drafts"
-    drafts = "with the MTP head" if costs.draft_step is not None else "with drafts that cost nothing"
-    depth, speedup = costs.best_depth(SUGGESTED_AT)
-    others = {acceptance: costs.best_depth(acceptance)[0] for acceptance in ACCEPTANCES if acceptance != SUGGESTED_AT}
-    elsewhere = ", ".join(f"{best} at {acceptance:.0%}" for acceptance, best in others.items())
-    if not depth:
-        return 0, f"{drafts}, none pays if {SUGGESTED_AT:.0%} of the drafts reached are accepted; {elsewhere}"
-    return depth, f"{drafts}, if {SUGGESTED_AT:.0%} of the drafts reached are accepted ({speedup:.2f}x); {elsewhere}"
+    return Promise(exact=claimed and not differing, reason=reason, claimed=claimed)

@@ -7,7 +7,6 @@ Each reason is logged once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from specdec.hosting.sessions import HostSession, HostSessions
 from specdec.hosting.traces import TraceWriter
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
+from specdec.registry import checked_draft
 from specdec.text.tokenizer import common_prefix
 
 log = get_logger(__name__)
@@ -281,7 +281,9 @@ class HostedDrafter:
         draft = None
         if depth:
             draft = self._call(
-                session, "propose", lambda drafter: self._usable(drafter.propose(session.context, depth), depth)
+                session,
+                "propose",
+                lambda drafter: self._usable(drafter.propose(session.context, depth), depth, session.context),
             )
         session.drafted_at, session.draft = len(session), draft or ()
         self.stats.cycles += 1
@@ -300,15 +302,12 @@ class HostedDrafter:
                 self._count_failure(session.failure)
         return None
 
-    def _usable(self, draft: Draft, depth: int) -> tuple[int, ...]:
+    def _usable(self, draft: Draft, depth: int, context: Context) -> tuple[int, ...]:
         """The part of a draft that a host can verify."""
-        tokens = draft.tokens[:depth]
-        if len(draft.tokens) > depth:
-            self._fault("draft longer than asked for")
-        usable = tuple(itertools.takewhile(lambda token: 0 <= token < self.info.vocab_size, tokens))
-        if len(usable) < len(tokens):
-            self._fault("draft token outside the vocabulary")
-        return tuple(map(int, usable))
+        checked, fault = checked_draft(draft, depth, self.info.vocab_size, context)
+        if fault:
+            self._fault(fault)
+        return checked.tokens
 
     def _fault(self, what: str) -> None:
         if what not in self.faults:

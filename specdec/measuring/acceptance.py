@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 DEPTH = 4
 MISMATCHES = 10  # listed in a report
 OTHER_CLOCK = 1.5  # report cycles that differ from the cost table by this factor
-PHASES = ("draft", "verify", "commit")
 
 
 @attrs.frozen(kw_only=True)
@@ -62,11 +61,9 @@ class ClassReport:
     tokens_per_cycle: float | None
     tokens_per_cycle_interval: Interval
     positions: tuple[PositionReport, ...]
-    seconds_per_cycle: dict[str, float]  # by phase: medians over the cycles of full depth, as they ran
-    cycle_seconds: float | None  # the median of their sums
+    cycle_seconds: float | None  # the median over the cycles of full depth, as they ran
     predictions: tuple[Prediction, ...]  # by depth, from 1
     best: Prediction | None  # None if nothing was measured
-    clocked: float | None  # speed-up at the measured depth, using cycle_seconds for t(depth)
     verdict: Advice | None
     decided_by: str
 
@@ -109,29 +106,6 @@ class AcceptanceReport(Report):
             "thresholds": {"turn_on": TURN_ON, "not_worth_it": NOT_WORTH_IT},
             "broken_promise": self.broken_promise,
         }
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of ``accept --csv``: one per class and position; ``speedup`` is of the depth ``position + 1``."""
-
-        for group in (*self.classes, self.overall):
-            by_depth = {prediction.depth: prediction for prediction in group.predictions}
-            for place in group.positions:
-                prediction = by_depth.get(place.position + 1)
-                row = {
-                    "class": "(all)" if group is self.overall else group.name,
-                    "prompts": group.prompts,
-                    **attrs.asdict(place, recurse=False),
-                    "depth": place.position + 1,
-                    "expected_tokens": prediction and prediction.tokens,
-                    "speedup": prediction and prediction.speedup,
-                    "speedup_interval": prediction and prediction.interval,
-                    "best_depth": group.best and group.best.depth,
-                    "verdict": group.verdict and group.verdict.value,
-                }
-                for name in [name for name in row if name.endswith("_interval")]:
-                    low, high = row.pop(name) or (None, None)
-                    row |= {name.replace("interval", "low"): low, name.replace("interval", "high"): high}
-                yield row
 
 
 class AcceptanceMeasurement(Measurement):
@@ -327,13 +301,9 @@ def summarise(
         tokens_per_cycle=per_cycle,
         tokens_per_cycle_interval=None if per_cycle is None else interval(per_cycle, ratio(*left_out(sizes).T)),
         positions=positions,
-        seconds_per_cycle={
-            phase: float(np.median([getattr(cycle, f"{phase}_seconds") for cycle in full])) for phase in PHASES if full
-        },
         cycle_seconds=clocked,
         predictions=predictions,
         best=best_depth,
-        clocked=float(expected[-1]) * seconds[0] / clocked if clocked else None,
         verdict=verdict,
         decided_by=decided_by,
     )

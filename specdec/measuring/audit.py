@@ -4,59 +4,27 @@ Every row sees the committed tokens rather than the replay's choices, so one div
 exact verifier on a backend of BITWISE parity has none. With a lossy verifier, divergences are what it tolerated. With
 NUMERIC parity they are near-ties; the histogram of top-two gaps shows how near.
 
-The control decodes the same tokens in passes of several rows without speculation: differences there come from the
-backend.
+``specdec doctor`` shows what the backend does to the bits of passes of several rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import attrs
 import numpy as np
 
 from specdec.checking import between, checked
-from specdec.config import GenerationConfig, structure_options
+from specdec.config import GenerationConfig
 from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.parts import make_sampling, override_generation
 from specdec.decoding.sequence import PREFILL_CHUNK
 from specdec.errors import PromptError
-from specdec.files.reading import parse_json, read_bytes
 from specdec.measuring.divergences import Divergence, GapReport, Verdict, finite, rounding_of
 from specdec.pipeline import LanguageModel
 from specdec.sampling import Rows
-
-if TYPE_CHECKING:
-    from specdec.contract import State
-
-
-@attrs.frozen(kw_only=True)
-class Control:
-    """Plain decoding of the same tokens in passes of ``rows`` rows, compared with single-row passes."""
-
-    rows: int
-    compared: int = 0  # token positions
-    equal_rows: int = 0  # positions with bit-equal logits
-    argmax_disagreements: int = 0
-    largest_difference: float = 0.0  # between two logits of the same position and token
-
-    def after(self, alone: np.ndarray, together: np.ndarray) -> Control:
-        """The counts after one more pass: single-row logits ``[rows, V]`` and those of the pass."""
-        return attrs.evolve(
-            self,
-            compared=self.compared + len(alone),
-            equal_rows=self.equal_rows + int((alone == together).all(axis=1).sum()),
-            argmax_disagreements=self.argmax_disagreements + int((alone.argmax(1) != together.argmax(1)).sum()),
-            largest_difference=max(self.largest_difference, float(np.abs(alone - together).max())),
-        )
-
-    @property
-    def equal_share(self) -> float:
-        """Share of positions with bit-equal logits."""
-        return self.equal_rows / self.compared if self.compared else 1.0
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +38,6 @@ class AuditReport(GapReport):
     parity: str  # of the backend
     divergences: tuple[Divergence, ...]
     gaps: tuple[float, ...]  # top-two gap of every position
-    control: Control | None  # None if not requested, or if the target takes only one row
     tolerance: float | None = None  # nats that a committed token may be below the best one; None: any gap
     dtype: str = ""  # of the activations; it says what rounding explains
 
@@ -88,13 +55,6 @@ class AuditReport(GapReport):
     def largest_gap(self) -> float:
         """The largest gap of a divergence; 0 without any."""
         return max((divergence.gap for divergence in self.divergences), default=0.0)
-
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        return (
-            f"{len(self.divergences)} of {self.tokens} tokens diverge from plain decoding"
-            f"  (guarantee {self.guarantee}, parity {self.parity})"
-        )
 
     def verdict(self, divergence: Divergence) -> Verdict:
         """Whether rounding explains a divergence; of a sampled run nobody can tell."""
@@ -119,12 +79,10 @@ class AuditReport(GapReport):
             finite(attrs.asdict(divergence)) | {"verdict": self.verdict(divergence).value}
             for divergence in self.divergences
         ]
-        control = self.control
         return {
             **{name: getattr(self, name) for name in facts},
             "divergence": finite({**summary, "largest_gap": self.largest_gap, "positions": positions}),
             "gap_histogram": self.histogram_dict(),
-            "control": None if control is None else {**attrs.asdict(control), "equal_share": control.equal_share},
             "beyond_tolerance": self.beyond,
         }
 
@@ -135,7 +93,6 @@ def audit(
     prompt_tokens: Sequence[int],
     tokens: Sequence[int],
     *,
-    rows: Annotated[int, between(1, 2**31 - 1)] = 4,
     tolerance: Annotated[float, between(0.0, math.inf)] | None = None,
     generation: GenerationConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -148,7 +105,6 @@ def audit(
     Args:
         lm: the model; its drafter and verifier are not used.
         prompt_tokens, tokens: of a finished run, such as ``result.prompt`` and ``result.tokens``.
-        rows: rows per pass of the control; 1 disables the control.
         tolerance: nats that a greedy token may be below the row's best one; ``AuditReport.beyond`` counts those that
             are further below.
         generation: the run's settings, such as ``result.generation``; the configuration's if None.
@@ -171,20 +127,16 @@ def audit(
             try_="no tolerance, or a greedy run",
         )
     sampling = make_sampling(lm, generation, generated_from=len(prompt))
-    rows = min(rows, lm.info.max_rows)
     history = list(prompt)
     context = Context(history, sampling, generated_from=len(prompt))
-    single = _prefilled(lm, prompt, len(forced))
-    several = _prefilled(lm, prompt, len(forced)) if rows > 1 else single
-    control = Control(rows=rows)
-    fed = [prompt[-1], *forced[:-1]]
-
+    state = lm.target.new_state(len(prompt) + len(forced))
+    for at in range(0, len(prompt) - 1, PREFILL_CHUNK):  # as a session does it
+        lm.target.prefill(state, prompt[at : min(at + PREFILL_CHUNK, len(prompt) - 1)])
     divergences: list[Divergence] = []
     gaps: list[float] = []
-    alone: list[np.ndarray] = []
-    for position, (pending, token) in enumerate(zip(fed, forced, strict=True)):
-        logits = lm.target.decode(single, [pending]).need_logits()
-        lm.target.commit(single, 1)
+    for position, token in enumerate(forced):
+        logits = lm.target.decode(state, [history[-1]]).need_logits()
+        lm.target.commit(state, 1)
         deciding = Rows(logits, (), context)
         chosen = deciding.choose(0)
         values = deciding.processed(0)
@@ -192,13 +144,6 @@ def audit(
         gaps.append(float(best - second))
         if token != chosen:
             divergences.append(Divergence(position, token, chosen, float(best - values[token]), gaps[-1]))
-        if rows > 1:
-            alone.append(logits.rows()[0].copy())
-        if alone and (len(alone) == rows or position == len(forced) - 1):
-            block = fed[position + 1 - len(alone) : position + 1]
-            control = control.after(np.stack(alone), lm.target.decode(several, block).need_logits().rows())
-            lm.target.commit(several, len(block))
-            alone = []
         history.append(token)
         if progress is not None:
             progress(position + 1, len(forced))
@@ -210,55 +155,6 @@ def audit(
         parity=lm.info.parity.value,
         divergences=tuple(divergences),
         gaps=tuple(gaps),
-        control=control if rows > 1 else None,
         tolerance=tolerance,
         dtype=lm.info.dtype,
-    )
-
-
-def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
-    """A state that holds the prompt without its last token, prefilled as a session does it."""
-    state = lm.target.new_state(len(prompt) + room)
-    for at in range(0, len(prompt) - 1, PREFILL_CHUNK):
-        lm.target.prefill(state, prompt[at : min(at + PREFILL_CHUNK, len(prompt) - 1)])
-    return state
-
-
-# --- a run from a file -----------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class RecordedRun:
-    """The parts of a ``generate --json`` object that an audit needs."""
-
-    prompt: list[int]
-    tokens: list[int]
-    generation: GenerationConfig | None  # the run's settings; None if the file has none
-    fingerprint: str  # of the run's model
-    deviation: dict[str, Any]  # the run's own count
-
-
-@checked(PromptError)
-def read_run(path: str | Path) -> RecordedRun:
-    """Read ``generate --json`` output. Raises: PromptError or ConfigError saying what is wrong with the file."""
-    example = "specdec generate --json > FILE"
-    try:
-        data = parse_json(read_bytes(path))
-    except OSError as error:
-        raise PromptError(f"the run file cannot be read: {error.strerror or error}", file=path) from error
-    except ValueError as error:
-        raise PromptError(f"the run file is not JSON: {error}", file=path, try_=example) from error
-    if isinstance(data, Mapping) and "error" in data:
-        raise PromptError("the run file holds an error, not a run", file=path)
-    for name in ("prompt", "tokens"):
-        ids = data.get(name) if isinstance(data, Mapping) else None
-        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise PromptError(f"the run file has no list of token ids under {name!r}", file=path, try_=example)
-    generation, deviation = data.get("generation"), data.get("deviation")
-    return RecordedRun(
-        prompt=data["prompt"],
-        tokens=data["tokens"],
-        generation=structure_options(generation, GenerationConfig, "generation", str(path)) if generation else None,
-        fingerprint=str(data.get("fingerprint", "")),
-        deviation=dict(deviation) if isinstance(deviation, Mapping) else {},
     )

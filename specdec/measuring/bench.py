@@ -6,12 +6,10 @@ neither arm. Rates are ratios of sums over all runs: tokens over seconds.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import attrs
 import numpy as np
@@ -19,8 +17,6 @@ import numpy as np
 from specdec.checking import between, checked
 from specdec.contract import CycleRecord
 from specdec.decoding.cycle_timing import measure_costs
-from specdec.decoding.result import RunStats
-from specdec.decoding.sequence import prefill
 from specdec.errors import ConfigError
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.prompts import Prompt, PromptSet
@@ -29,9 +25,6 @@ from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
 from specdec.text.tokenizer import common_prefix
-
-if TYPE_CHECKING:
-    from specdec.decoding.session import Session
 
 EXPLAINED = 0.03  # the phases must account for the cycles' time to within this share
 WARM = 0.05  # warm-up ends when a round is within this share of the previous one
@@ -55,7 +48,7 @@ class PromptBench:
         return (*_sums(self.plain), *_sums(self.speculative))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row per run."""
+        """The runs for JSON."""
         for arm in ARMS:
             for number, run in enumerate(getattr(self, arm)):
                 yield {
@@ -116,23 +109,6 @@ class Term:
 
 
 @attrs.frozen(kw_only=True)
-class ContextReport:
-    """Speeds at one context length; tokens per second."""
-
-    context: int  # tokens before generation
-    prefill_plain: float  # over the tokens since the previous context length
-    prefill_speculative: float  # with the drafter's own prefill
-    head_prefill_ms: float  # what the drafter's own prefill adds, per 1,000 tokens: the difference of the two
-    plain: float
-    speculative: float
-    speedup: float
-    tokens_per_cycle: float
-    state_bytes: int  # of the speculative arm's target
-    save_seconds: float  # to copy and restore the state, speculative arm
-    equal: bool  # both arms generated the same tokens
-
-
-@attrs.frozen(kw_only=True)
 class BenchReport(Report):
     """The result of a comparison."""
 
@@ -149,15 +125,12 @@ class BenchReport(Report):
     predicted_speedup: float | None  # from the cost table, with the depths and acceptance of the runs
     speedup_if_accepted: float | None  # if every drafted token were accepted
     explained: dict[str, float]  # arm -> share of the time covered by the phases
-    contexts: tuple[ContextReport, ...]
     reasons: dict[str, int]  # why speculation ended off -> number of speculative runs
 
     @property
     def equal(self) -> bool:
         """Whether every run of a prompt gave the same tokens."""
-        return all(prompt.differs_at is None for prompt in self.prompts) and all(
-            context.equal for context in self.contexts
-        )
+        return all(prompt.differs_at is None for prompt in self.prompts)
 
     @property
     def broken_promise(self) -> bool:
@@ -179,35 +152,13 @@ class BenchReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``bench --json`` prints; runs are summed."""
-        data = attrs.asdict(attrs.evolve(self, prompts=()))
-        return data | {
-            "frontiers": data.pop("contexts"),
+        return attrs.asdict(attrs.evolve(self, prompts=())) | {
             "prompts": [row for prompt in self.prompts for row in prompt.rows()],
             "equal": self.equal,
             "broken_promise": self.broken_promise,
             "limit": self.limit,
             "blame": None if self.blame is None else self.blame.name,
         }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of ``bench --csv``: one per prompt, arm and run, then one per context length and arm."""
-        rows = [row for prompt in self.prompts for row in prompt.rows()]
-        for report in self.contexts:
-            for arm in ARMS:
-                drafting = arm == "speculative"
-                rows.append(
-                    {
-                        "class": "(context)",
-                        "arm": arm,
-                        "tokens_per_second": getattr(report, arm),
-                        "context": report.context,
-                        "prefill_tokens_per_second": getattr(report, f"prefill_{arm}"),
-                        "head_prefill_ms": report.head_prefill_ms if drafting else None,
-                        "state_bytes": report.state_bytes if drafting else None,
-                    }
-                )
-        columns = dict.fromkeys(column for row in rows for column in row)
-        return [{**columns, **row} for row in rows]
 
 
 class BenchMeasurement(Measurement):
@@ -218,8 +169,6 @@ class BenchMeasurement(Measurement):
         prompts: by class.
         repeats: A B B A rounds per prompt.
         synthetic: cumulative acceptance by position to impose (``specdec.measuring.synthetic``).
-        contexts: context lengths at which to measure prefill and generation too.
-        pause: seconds between two runs, in which a processor cools down or its neighbours have their turn.
         **options: as for ``Measurement``. End tokens are ignored, so that both arms generate equally many tokens.
 
     Raises: ConfigError, PromptError or UnsupportedError for settings, prompts, or a drafter that drafts nothing.
@@ -233,27 +182,21 @@ class BenchMeasurement(Measurement):
         *,
         repeats: Annotated[int, between(1, 10**6)] = 1,
         synthetic: Sequence[float] | None = None,
-        contexts: Sequence[Annotated[int, between(1, 2**31 - 1)]] = (),
-        pause: Annotated[float, between(0.0, 3600.0)] = 0.0,
         **options: Any,
     ) -> None:
         if "ignore_eos" in options:
             raise ConfigError("a comparison always ignores end tokens, so it takes no ignore_eos")
         super().__init__(lm, **options, ignore_eos=True)
         self._prompts = [prompt for members in prompts.values() for prompt in members]
-        self._ids = [prompt.encode(lm.tokenizer) for prompt in self._prompts]
-        longest = max(map(len, self._ids), default=0)
-        for length in (longest, *contexts):
-            if length + self._generation.max_new_tokens >= lm.capacity:
-                raise ConfigError(
-                    f"a context of {length} tokens and {self._generation.max_new_tokens} generated tokens do not fit",
-                    limit=f"{lm.capacity} tokens",
-                    try_="fewer new tokens, or shorter contexts",
-                )
+        longest = max((len(prompt.encode(lm.tokenizer)) for prompt in self._prompts), default=0)
+        if longest + self._generation.max_new_tokens >= lm.capacity:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and {self._generation.max_new_tokens} generated tokens do not fit",
+                limit=f"{lm.capacity} tokens",
+                try_="fewer new tokens, or shorter prompts",
+            )
         self._repeats = repeats
         self._synthetic = None if synthetic is None else tuple(synthetic)
-        self._contexts = sorted(set(contexts))
-        self._pause = pause
         self._arms = {"plain": plain(lm), "speculative": lm}
         if self._synthetic is not None:
             self._arms["speculative"] = attrs.evolve(lm, verifier=SyntheticVerifier(lm.verifier, self._synthetic))
@@ -262,24 +205,20 @@ class BenchMeasurement(Measurement):
         """Measure."""
         warm_up = self._warm_up()
         costs = measure_costs(self._lm)
-        self._plan(4 * (self._repeats * len(self._prompts) + len(self._contexts)))
+        self._plan(4 * self._repeats * len(self._prompts))
         done: list[PromptBench] = []
         for prompt in self._prompts:
-            runs = self._rounds(prompt, lambda arm: self._arms[arm].session(), self._repeats)
+            runs = self._rounds(prompt)
             if runs is None:
                 break
             done.append(self._compared(prompt, runs))
-        return self._report(done, costs, warm_up, tuple(self._by_context()))
+        return self._report(done, costs, warm_up)
 
-    def _rounds(
-        self, prompt: Prompt | None, session: Callable[[str], Session], repeats: int = 1
-    ) -> dict[str, list[Run]] | None:
-        """Runs of both arms, A B B A, each in ``session(arm)``; None once the measurement is stopped."""
+    def _rounds(self, prompt: Prompt) -> dict[str, list[Run]] | None:
+        """Runs of both arms, A B B A; None once the measurement is stopped."""
         runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-        for arm in (*ARMS, *reversed(ARMS)) * repeats:
-            if not self.stopping:
-                sleep(self._pause)
-            run = None if self.stopping else self._generate(self._arms[arm], prompt, session(arm))
+        for arm in (*ARMS, *reversed(ARMS)) * self._repeats:
+            run = self._generate(self._arms[arm], prompt)
             if run is None:
                 return None
             runs[arm].append(run)
@@ -309,53 +248,7 @@ class BenchMeasurement(Measurement):
             differs_at=min(places, default=None) if self._synthetic is None else None,
         )
 
-    def _by_context(self) -> Iterator[ContextReport]:
-        """Measure prefill and generation at each length. One session per arm grows; a restored copy of it generates.
-
-        So generated tokens never extend the next context. The context is the prompts one after the other.
-        """
-        text = [token for ids in self._ids for token in ids]
-        sessions = {arm: lm.session() for arm, lm in self._arms.items()}
-        for context in self._contexts:
-            if self.stopping:
-                return
-            tokens = (text * (context // len(text) + 1))[:context]
-            added = len(tokens) - len(sessions["plain"].tokens)
-            prefill: dict[str, float] = {}  # seconds, the faster of two
-            grown: dict[str, Session] = {}
-            for arm in (*ARMS, *reversed(ARMS)):
-                grown[arm] = sessions[arm].fork()
-                prefill[arm] = min(_grow(grown[arm], tokens), prefill.get(arm, math.inf))
-            sessions = grown
-            started = perf_counter()
-            grown["speculative"].fork()
-            saving = perf_counter() - started
-            runs = self._rounds(None, lambda arm, grown=grown: grown[arm].fork())  # type: ignore[misc]
-            if runs is None:
-                return
-            rates = {arm: tokens / seconds for arm in ARMS for tokens, seconds in [_sums(runs[arm])]}
-            outputs = {run.tokens for arm in ARMS for run in runs[arm]}
-            yield ContextReport(
-                context=context,
-                prefill_plain=added / prefill["plain"],
-                prefill_speculative=added / prefill["speculative"],
-                head_prefill_ms=1e6 * (prefill["speculative"] - prefill["plain"]) / added,
-                plain=rates["plain"],
-                speculative=rates["speculative"],
-                speedup=rates["speculative"] / rates["plain"],
-                tokens_per_cycle=statistics.fmean(len(run.tokens) / len(run.cycles) for run in runs["speculative"]),
-                state_bytes=sessions["speculative"].sequence.state.nbytes(),
-                save_seconds=saving,
-                equal=len(outputs) == 1 or self._synthetic is not None,
-            )
-
-    def _report(
-        self,
-        done: Sequence[PromptBench],
-        costs: CostTable,
-        warm_up: tuple[float, ...],
-        contexts: tuple[ContextReport, ...],
-    ) -> BenchReport:
+    def _report(self, done: Sequence[PromptBench], costs: CostTable, warm_up: tuple[float, ...]) -> BenchReport:
         arms: dict[str, list[Run]] = {arm: [run for prompt in done for run in getattr(prompt, arm)] for arm in ARMS}
         plain_cycles, cycles = ([cycle for run in arms[arm] for cycle in run.cycles] for arm in ARMS)
         kinds = dict.fromkeys(prompt.kind for prompt in done)
@@ -374,7 +267,6 @@ class BenchMeasurement(Measurement):
             predicted_speedup=_predicted(cycles, costs) if done else None,
             speedup_if_accepted=_if_accepted(cycles, plain_cycles) if done else None,
             explained={arm: _explained(runs) for arm, runs in arms.items() if runs},
-            contexts=contexts,
             reasons=dict(Counter(run.inactive_reason for run in arms["speculative"] if run.inactive_reason)),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report)))
@@ -393,14 +285,6 @@ class BenchMeasurement(Measurement):
 def compare(lm: LanguageModel, prompts: PromptSet, **options: Any) -> BenchReport:
     """``BenchMeasurement(lm, prompts, **options).run()``."""
     return BenchMeasurement(lm, prompts, **options).run()
-
-
-def _grow(session: Session, tokens: Sequence[int]) -> float:
-    """Prefill the tokens that the session lacks; returns seconds."""
-    session.feed(tokens[len(session.tokens) :])
-    started = perf_counter()
-    prefill(session.sequence, RunStats())
-    return perf_counter() - started
 
 
 def _sums(runs: Sequence[Run]) -> tuple[float, float]:

@@ -197,17 +197,6 @@ class ComparisonReport(GapReport):
         return tuple(map(self._judged, self.speculation.differences))
 
     @property
-    def positions(self) -> int:
-        return self.request.max_new_tokens
-
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        return (
-            f"{self.speculation.requests} of {self.done} requests differ, {self.control.requests} plain against plain"
-            f"\n{self.plain}  |  {self.speculative}"
-        )
-
-    @property
     def limits(self) -> Rounding:
         """What counts as rounding, and what does not.
 

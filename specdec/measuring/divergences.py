@@ -73,22 +73,16 @@ class Divergence:
 class GapReport(abc.ABC):
     """What reports of divergences share: where they are, and how near the choices were.
 
-    Subclasses have the fields ``tokens`` (how many were compared), ``gaps`` and ``divergences``, and a ``title``.
+    Subclasses have the fields ``tokens`` (how many were compared), ``gaps`` and ``divergences``.
     """
 
     tokens: int
     gaps: Sequence[float]  # the top-two gap of every position
     divergences: Sequence[Divergence]
-    title: str  # of a plot
 
     @abc.abstractmethod
     def verdict(self, divergence: Any) -> Verdict:
         """Whether rounding explains one of the divergences."""
-
-    @property
-    def positions(self) -> int:
-        """Where the positions of a plot end."""
-        return self.tokens
 
     def histogram(self) -> list[tuple[float, float, int, int]]:
         """Bins of the top-two gap: from, to (inf at last), positions, divergences."""

@@ -13,7 +13,6 @@ import attrs
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from specdec.contract import CycleRecord
     from specdec.measuring.runs import Run
     from specdec.text import Tokenizer
 
@@ -57,61 +56,28 @@ def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         }
 
 
-class _Log:
-    """A JSON-lines file. One that cannot be written ends no measurement: ``failure`` says why, the rest is left out."""
+class DraftLog:
+    """``log_rows`` of every run, as JSON lines; the first run replaces an existing file.
+
+    So an interrupted measurement leaves a partial log, and one that cannot start leaves an older log alone. A file that
+    cannot be written ends no measurement: ``failure`` says why, and the rest is left out.
+    """
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
-        self._path, self._tokenizer, self._mode = path, tokenizer, "w"
+        self.path, self._tokenizer, self._mode = path, tokenizer, "w"
         self.failure: UnsupportedError | None = None
-
-    def _write(self, rows: Iterable[dict[str, Any]]) -> None:
-        if self.failure is not None:
-            return
-        try:
-            with open(self._path, self._mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        except OSError as error:
-            message = f"the log cannot be written: {error.strerror or error}"
-            self.failure = UnsupportedError(message, file=self._path)
-        self._mode = "a"
-
-
-class DraftLog(_Log):
-    """``log_rows`` of every run; the first run replaces an existing file.
-
-    So an interrupted measurement leaves a partial log, and one that cannot start leaves an older log alone.
-    """
 
     def add(self, run: Run) -> None:
         """Write the drafts of a run."""
-        self._write(log_rows(run, self._tokenizer))
-
-
-class MissedDrafts(_Log):
-    """The first wrong token of every rejected draft, written cycle by cycle.
-
-    Positions count from the first token that the generation emits.
-
-    Raises: UnsupportedError if the file cannot be opened, before anything is generated.
-    """
-
-    def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
-        super().__init__(path, tokenizer)
-        self._emitted = 0
-        self._write(())
         if self.failure is not None:
-            raise self.failure
-
-    def add(self, cycle: CycleRecord) -> None:
-        """Write a cycle's missed draft token, if the output has another one in its place."""
-        at, emitted = cycle.accepted, cycle.emitted
-        if at < min(len(cycle.drafted), len(emitted)):
-            pair = {"drafted": cycle.drafted[at], "chosen": emitted[at]}
-            texts = {
-                f"{name}_text": text for name, text in zip(pair, _texts(self._tokenizer, pair.values()), strict=True)
-            }
-            self._write([{"position": self._emitted + at, "lookahead": at, **pair, **texts}])
-        self._emitted += len(emitted)
+            return
+        try:
+            with open(self.path, self._mode, encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in log_rows(run, self._tokenizer))
+        except OSError as error:
+            message = f"the log cannot be written: {error.strerror or error}"
+            self.failure = UnsupportedError(message, file=self.path)
+        self._mode = "a"
 
 
 # --- summaries -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
-"""Plot measurements as PNG files (matplotlib, the extra "plot").
+"""Plot measurements as PNG (matplotlib, the extra "plot").
 
-Every function raises UnsupportedError if matplotlib is missing or the file cannot be written.
+Every function raises UnsupportedError if matplotlib is missing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from specdec.errors import UnsupportedError
@@ -15,7 +13,6 @@ from specdec.errors import UnsupportedError
 if TYPE_CHECKING:
     from specdec.measuring.acceptance import AcceptanceReport, ClassReport
     from specdec.measuring.bench import BenchReport
-    from specdec.measuring.divergences import GapReport
     from specdec.measuring.intervals import Interval
 
 # Okabe and Ito's colour-blind-safe palette
@@ -31,8 +28,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"a plot needs matplotlib: {error}",
-            try_="pip install 'specdec-framework[plot]', or leave out --plot and --html",
+            f"a plot needs matplotlib: {error}", try_="pip install 'specdec-framework[plot]', or leave out --html"
         ) from error
 
 
@@ -50,14 +46,6 @@ def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[An
     return figure, axes
 
 
-def save_figure(figure: Any, path: str | Path | BinaryIO) -> None:
-    """Write a PNG. Raises: UnsupportedError if the file cannot be written."""
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise UnsupportedError(f"the plot cannot be written: {error.strerror or error}", file=str(path)) from error
-
-
 def _grid(axes: Any, axis: str = "y") -> None:
     axes.grid(axis=axis, color="#e3e5e8", linewidth=0.8)
 
@@ -65,7 +53,7 @@ def _grid(axes: Any, axis: str = "y") -> None:
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
-def plot_acceptance(report: AcceptanceReport, path: str | Path | BinaryIO) -> None:
+def plot_acceptance(report: AcceptanceReport, file: BinaryIO) -> None:
     """Acceptance by position and predicted speed-up by depth, one line per class."""
     groups = [group for group in report.classes if group.prompts]
     how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
@@ -103,7 +91,7 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path | BinaryIO) -> No
     handles, labels = left.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    save_figure(figure, path)
+    figure.savefig(file, format="png", dpi=120)
 
 
 def _lines(
@@ -133,20 +121,18 @@ def _lines(
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
-def plot_bench(report: BenchReport, path: str | Path | BinaryIO) -> None:
-    """Speed-up by class, the breakdown of a cycle's time, and speed by context length, of one or more prompts."""
+def plot_bench(report: BenchReport, file: BinaryIO) -> None:
+    """Speed-up by class and the breakdown of a cycle's time, of one or more prompts."""
     warned = "SYNTHETIC ACCEPTANCE, A TIMING AND NOT A RESULT: " if report.synthetic is not None else ""
     figure, axes = panels(
         f"{warned}{report.drafter}, depth {report.depth_policy}, verifier {report.verifier}, on "
         f"{report.environment.model or 'this model'} ({report.environment.dtype})"
         f"{', interrupted' if report.partial else ''}",
-        *[5.2] * (3 if report.contexts else 2),
+        *[5.2] * 2,
     )
     _speedups(axes[0], report)
     _cycle(axes[1], report)
-    if report.contexts:
-        _contexts(axes[2], report)
-    save_figure(figure, path)
+    figure.savefig(file, format="png", dpi=120)
 
 
 def _speedups(axes: Any, report: BenchReport) -> None:
@@ -194,66 +180,4 @@ def _cycle(axes: Any, report: BenchReport) -> None:
     axes.set(ylabel="milliseconds", title="Where a cycle's time goes\n(means over the speculative runs)")
     axes.set_ylim(top=1.22 * max(bottoms))
     axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=9, columnspacing=1.0, handlelength=1.2)
-    _grid(axes)
-
-
-def _contexts(axes: Any, report: BenchReport) -> None:
-    lengths = [one.context for one in report.contexts]
-    for arm, marker, colour in (("plain", "o", GREY), ("speculative", "s", COLOURS[0])):
-        speeds = [getattr(one, arm) for one in report.contexts]
-        axes.plot(lengths, speeds, marker=marker, color=colour, label=arm, linewidth=1.6)
-    axes.set(xlabel="tokens of context", ylabel="tokens per second", title="Generation\nby length of the context")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_ylim(0, 1.15 * max(max(one.plain, one.speculative) for one in report.contexts))
-    axes.legend(frameon=False)
-    _grid(axes)
-
-
-# --- audit -----------------------------------------------------------------------------------------------------------
-
-
-def plot_audit(report: GapReport, path: str | Path) -> None:
-    """The gap histogram and, if tokens diverge, where they do and by how much."""
-    figure, axes = panels(report.title, *([5.5, 5.5] if report.divergences else [7.5]))
-    _gaps(axes[0], report)
-    if report.divergences:
-        _divergences(axes[1], report)
-    save_figure(figure, path)
-
-
-def _gaps(axes: Any, report: GapReport) -> None:
-    bins = report.histogram()
-    axes.bar(range(len(bins)), [count for _, _, count, _ in bins], width=0.8, color=PALE, label="all positions")
-    if report.divergences:
-        axes.bar(range(len(bins)), [count for _, _, _, count in bins], width=0.5, color=RED, label="divergences")
-        axes.legend(frameon=False)
-    axes.set_yscale("symlog", linthresh=1, linscale=0.4)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    edges = [-0.5, *(place + 0.5 for place in range(len(bins)))]
-    axes.set_xticks(edges, [*(f"{low:g}" for low, _, _, _ in bins), "\u221e"])
-    axes.set(
-        xlabel="gap of the two best logits (nats)",
-        ylabel="token positions",
-        title="How near the choices were",
-        xlim=(edges[0], edges[-1]),
-    )
-    _grid(axes)
-
-
-def _divergences(axes: Any, report: GapReport) -> None:
-    finite = [
-        (divergence.position, divergence.gap) for divergence in report.divergences if math.isfinite(divergence.gap)
-    ]
-    if finite:
-        positions, gaps = zip(*finite, strict=True)
-        axes.vlines(positions, 0, gaps, color=RED, linewidth=1)
-        axes.plot(positions, gaps, "o", color=RED, markersize=3)
-    if others := [divergence.position for divergence in report.divergences if not math.isfinite(divergence.gap)]:
-        top = {"transform": axes.get_xaxis_transform(), "linestyle": "none", "label": "no finite gap"}
-        axes.plot(others, [0.97] * len(others), marker="^", color=RED, markersize=6, **top)
-        axes.legend(frameon=False, loc="center right")
-    axes.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
-    axes.set_xlim(-0.02 * report.positions, 1.02 * report.positions)
-    axes.set_ylim(0, 1.15 * max((gap for _, gap in finite), default=1.0) or 1.0)
     _grid(axes)

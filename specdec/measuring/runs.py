@@ -20,7 +20,6 @@ from specdec.pipeline import LanguageModel
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.decoding.session import Session
     from specdec.decoding.stream import Stream
 
 
@@ -75,15 +74,13 @@ def generate(
     lm: LanguageModel,
     prompt: Prompt | list[int] | None = None,
     *,
-    session: Session | None = None,
     on_stream: Callable[[Stream], None] = lambda stream: None,
     **settings: Any,
 ) -> Run:
     """Generate and record every cycle.
 
     Args:
-        prompt: to append first.
-        session: the session of ``lm`` to continue; a new one if None.
+        prompt: to continue.
         on_stream: called with the stream before it starts.
         **settings: as for ``Session.stream``.
 
@@ -92,7 +89,7 @@ def generate(
     named = prompt if isinstance(prompt, Prompt) else None
     ids = prompt.encode(lm.tokenizer) if isinstance(prompt, Prompt) else prompt
     try:
-        stream = (session or lm.session()).stream(ids, **settings)
+        stream = lm.session().stream(ids, **settings)
     except PromptError as error:
         if named is None:
             raise
@@ -207,11 +204,11 @@ class Measurement(Generations):
         self._planned = generations
         self._progress(0, generations)
 
-    def _generate(self, lm: LanguageModel, prompt: Prompt | None, session: Session | None = None) -> Run | None:
+    def _generate(self, lm: LanguageModel, prompt: Prompt) -> Run | None:
         """Run one generation; None if the measurement was stopped: an interrupted generation does not count."""
         if self.stopping:
             return None
-        run = generate(lm, prompt, session=session, on_stream=self.started, **self._settings)
+        run = generate(lm, prompt, on_stream=self.started, **self._settings)
         if not run.complete:
             return None
         if self._planned:

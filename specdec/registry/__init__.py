@@ -12,7 +12,7 @@ from specdec.registry.lookup import (
     registry,
     use_registry,
 )
-from specdec.registry.plugins import Entry, Failure, Origin, tracing
+from specdec.registry.plugins import Entry, Failure, Origin
 
 __all__ = [
     "BUILT_INS",
@@ -30,6 +30,5 @@ __all__ = [
     "notify_cycle",
     "reason",
     "registry",
-    "tracing",
     "use_registry",
 ]

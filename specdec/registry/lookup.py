@@ -1,8 +1,7 @@
 """The plugin registry: finds what plugins registered, builds it, and calls their hooks.
 
 Nothing is imported before the first look-up. A plugin that fails is recorded with its error, which is raised when the
-plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin authors and CI);
-``SPECDEC_TRACE_PLUGINS=1`` logs every hook call.
+plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin authors and CI).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from specdec.errors import (
 )
 from specdec.locks import ForkSafeLock
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, kind_of, names_of
-from specdec.registry.plugins import Entry, Failure, Loader, Origin, Plugin, flag, module_of, tracing
+from specdec.registry.plugins import Entry, Failure, Loader, Origin, Plugin, flag, module_of
 
 if TYPE_CHECKING:
     import click
@@ -89,7 +88,6 @@ class Registry:
         entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
         *,
         strict: bool | None = None,
-        trace: bool | None = None,
     ) -> None:
         """Nothing is loaded yet.
 
@@ -97,10 +95,9 @@ class Registry:
             built_ins: module names or plugin objects.
             entry_points: None uses those of the installed distributions.
             strict: None reads SPECDEC_STRICT_PLUGINS.
-            trace: None reads SPECDEC_TRACE_PLUGINS.
         """
         self.strict = flag("SPECDEC_STRICT_PLUGINS") if strict is None else strict
-        self._loader = Loader(built_ins, entry_points, trace=tracing() if trace is None else trace)
+        self._loader = Loader(built_ins, entry_points)
         self._observers: tuple[Hook, ...] = ()
         self._ready = False
 

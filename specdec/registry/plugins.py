@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -128,13 +128,9 @@ class Loader:
         self,
         built_ins: Iterable[str | ModuleType | object],
         entry_points: Iterable[importlib.metadata.EntryPoint] | None,
-        *,
-        trace: bool,
     ) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        if trace:
-            self._manager.add_hookcall_monitoring(_trace_before, _trace_after)
         self.plugins: list[Plugin] = []
         self.entries: list[Entry] = []
         self.failures: list[Failure] = []
@@ -210,10 +206,7 @@ class Loader:
         )
 
     def hooks(self, name: str) -> list[tuple[Plugin, Callable[..., Any]]]:
-        """The plugins that implement a hook, in load order, with their implementation.
-
-        It is called through pluggy so that tracing sees it.
-        """
+        """The plugins that implement a hook, in load order, with their implementation."""
         implementations = [found.plugin for found in getattr(self._manager.hook, name).get_hookimpls()]
         return [
             (plugin, self._caller(plugin, name))
@@ -286,11 +279,6 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def tracing() -> bool:
-    """Whether SPECDEC_TRACE_PLUGINS asks for a log line per hook call."""
-    return flag("SPECDEC_TRACE_PLUGINS")
-
-
 def module_of(plugin: object) -> str:
     """The name of the module that a plugin is, or is made in."""
     return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
@@ -315,14 +303,3 @@ def _of_entry_point(
     distribution = distribution or entry_point.dist
     name, version = ("unknown distribution", "") if distribution is None else (distribution.name, distribution.version)
     return Plugin(entry_point.name, Origin(name, version, entry_point.module), entry_point.load)
-
-
-def _trace_before(hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Mapping[str, object]) -> None:
-    log.info("hook_call", hook=hook_name, plugins=[m.plugin_name for m in methods], arguments=sorted(kwargs))
-
-
-def _trace_after(
-    outcome: pluggy.Result[Any], hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Mapping[str, object]
-) -> None:
-    error = outcome.exception
-    log.info("hook_done", hook=hook_name, error=None if error is None else f"{type(error).__name__}: {error}")

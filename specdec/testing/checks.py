@@ -25,7 +25,7 @@ from specdec.errors import described
 from specdec.testing.subjects import Subject
 
 CONTRACT = "2026.2"
-"""The version of the contract, by date. A plugin names the one it claims; newer clauses warn and do not fail it."""
+"""The version of the contract, by date."""
 
 T = TypeVar("T")
 
@@ -147,8 +147,6 @@ class Check:
 
     id: str
     subject: Subject
-    kind: str  # "contract", or "advice": style and speed, reported and never failed
-    contract: str  # the contract that introduced it
     sentence: str  # the clause's heading in docs/contract
     run: Callable[[Any, Run], None] = attrs.field(repr=False)
 
@@ -157,23 +155,23 @@ CHECKS: dict[str, Check] = {}
 """By id, all registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
 
 
-def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:
+def check(id: str) -> Callable[[T], T]:
     """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
     subject = next((subject for subject in Subject if subject.letter == id[:1]), None)
-    if subject is None or not id[1:].isdigit() or kind not in ("contract", "advice"):
-        raise ValueError(f"an id is a Subject's letter and a number, a kind contract or advice; got {id!r}, {kind!r}")
+    if subject is None or not id[1:].isdigit():
+        raise ValueError(f"an id is a Subject's letter and a number, got {id!r}")
 
     def register(function: T) -> T:
         if id in CHECKS:
             raise ValueError(f"there is a check {id} already")
         sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        CHECKS[id] = Check(id, subject, kind, contract, sentence, function)  # type: ignore[arg-type]
+        CHECKS[id] = Check(id, subject, sentence, function)  # type: ignore[arg-type]
         return function
 
     return register
 
 
-def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, str], **how: Any) -> None:
+def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, str]) -> None:
     """Register the clauses that one driver checks, by id: ``drive(subject, run, id)`` raises the fault of one."""
     for id, sentence in sentences.items():
 
@@ -181,7 +179,7 @@ def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, st
             drive(subject, run, id)
 
         run.__doc__ = sentence
-        check(id, **how)(run)
+        check(id)(run)
 
 
 # --- searching -------------------------------------------------------------------------------------------------------

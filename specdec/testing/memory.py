@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterable
@@ -34,11 +31,3 @@ def alive(references: Iterable[weakref.ref[Any]]) -> int:
     """How many of these objects are still in memory."""
     gc.collect()
     return sum(reference() is not None for reference in references)
-
-
-def open_things() -> int:
-    """Threads and open files of this process; files only where the system lists them."""
-    files = 0
-    with contextlib.suppress(OSError):
-        files = len(os.listdir("/proc/self/fd"))
-    return threading.active_count() + files

@@ -1,4 +1,4 @@
-"""The pytest plugin: ``parametrize_checks``, two options, and a header line.
+"""The pytest plugin: ``parametrize_checks``, an option, and a header line.
 
 Registered by the entry point ``specdec`` in the group ``pytest11``. Imports nothing of the kit unless it is used.
 """
@@ -6,7 +6,6 @@ Registered by the entry point ``specdec`` in the group ``pytest11``. Imports not
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,23 +16,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_contract: str | None = None  # --specdec-contract, which overrides the tests' claim
 _seed: int = 0  # --specdec-seed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the kit."""
+    """The option of the kit."""
     group = parser.getgroup("specdec")
-    group.addoption(
-        "--specdec-contract", metavar="DATE", default=None, help="check plugins against this contract, such as 2026.2"
-    )
     group.addoption("--specdec-seed", metavar="N", type=int, default=0, help="seed of the cases that checks draw")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the options."""
-    global _contract, _seed
-    _contract, _seed = config.getoption("--specdec-contract"), config.getoption("--specdec-seed")
+    """Read the option."""
+    global _seed
+    _seed = config.getoption("--specdec-seed")
 
 
 def pytest_report_collectionfinish() -> str | list[str]:
@@ -49,7 +44,7 @@ def pytest_report_collectionfinish() -> str | list[str]:
         assert isinstance(entry.spec, BackendSpec)
         reason = registry().unavailable(entry.spec)
         backends.append(entry.spec.name if reason is None else f"{entry.spec.name} (not here: {reason})")
-    return f"specdec: contract {_contract or CONTRACT}, seed {_seed}, backends: {', '.join(backends) or 'none'}"
+    return f"specdec: contract {CONTRACT}, seed {_seed}, backends: {', '.join(backends) or 'none'}"
 
 
 def parametrize_checks(
@@ -62,7 +57,6 @@ def parametrize_checks(
     logits_processor: Any = None,
     observer: Any = None,
     model_family: Any = None,
-    contract: str | None = None,
     known_failures: Mapping[str, str] | None = None,
     seed: int | None = None,
     effort: EffortName = "quick",
@@ -73,15 +67,14 @@ def parametrize_checks(
         drafter: a DrafterSpec, or a factory that takes the sequence's ``env`` or nothing; the others likewise.
         observer: an object with the hook ``specdec_cycle``, or a factory of one.
         model_family: a ModelSpec.
-        contract: the version that the plugin claims; newer clauses warn instead of failing.
         known_failures: ``{id: reason}``. A listed check that passes is a failure.
         seed: seed of all drawn cases; None takes pytest's ``--specdec-seed`` (default 0).
         effort: "sample", "quick" or "full": all checks together take at most 5, 30 or 600 seconds of one core.
-    Raises: ConfigError for a known failure whose id no check here has, and for an unknown contract.
+    Raises: ConfigError for a known failure whose id no check here has.
     """
     from specdec.errors import ConfigError
-    from specdec.testing.checks import CONTRACT, Check
-    from specdec.testing.clauses import expect_contract, expect_ids, iter_checks
+    from specdec.testing.checks import Check
+    from specdec.testing.clauses import expect_ids, iter_checks
     from specdec.testing.reports import Status, run_check
     from specdec.testing.subjects import Subject, as_subject
 
@@ -91,8 +84,6 @@ def parametrize_checks(
     chosen = [subject for subject in Subject if given[subject] is not None]
     if not chosen:
         raise ConfigError("parametrize_checks needs something to check", **{"try": "parametrize_checks(drafter=...)"})
-    claimed = _contract or contract or CONTRACT
-    expect_contract(claimed)
     expect_ids(known, chosen)
 
     subjects: dict[Subject, Any] = {}  # made once: clauses of one plugin share a run
@@ -108,7 +99,6 @@ def parametrize_checks(
                 seed=drawn,
                 effort=effort,
                 replay=f"pytest -k {check.id} --specdec-seed {drawn}",
-                contract=claimed,
                 known=known.get(check.id),
             )
             if outcome.status is Status.FAILED and outcome.failure is not None:
@@ -117,8 +107,6 @@ def parametrize_checks(
                 pytest.xfail(outcome.detail)
             if outcome.status is Status.NOT_APPLICABLE:
                 pytest.skip(outcome.detail)
-            if outcome.status in (Status.ADVICE, Status.NEWER):
-                warnings.warn(f"{outcome.status.value}: {outcome.detail}", stacklevel=2)
 
         return run
 

@@ -18,7 +18,7 @@ from specdec.checking import checked
 from specdec.config import Choice, structure_choice
 from specdec.errors import ConfigError, SpecdecError, shown
 from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
-from specdec.testing.clauses import expect_contract, expect_ids, iter_checks
+from specdec.testing.clauses import expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
 
 
@@ -33,10 +33,6 @@ class Status(enum.Enum):
     FAILED = "failed"
     KNOWN = "known failure"
     """Failed, and listed among the known failures with a reason."""
-    NEWER = "newer contract"
-    """Failed a clause of a later contract than the plugin claims."""
-    ADVICE = "advice"
-    """Failed a clause that is only advice."""
     NOT_APPLICABLE = "not applicable"
 
 
@@ -55,8 +51,6 @@ class Outcome:
         return {
             "id": self.check.id,
             "sentence": self.check.sentence,
-            "kind": self.check.kind,
-            "contract": self.check.contract,
             "status": self.status.value,
             "detail": self.detail,
             "seconds": round(self.seconds, 3),
@@ -71,7 +65,6 @@ def run_check(
     seed: Seed = 0,
     effort: EffortName = "quick",
     seconds: float | None = None,
-    contract: str = CONTRACT,
     known: str | None = None,
     replay: str = "",
     shrink: bool = True,
@@ -81,7 +74,6 @@ def run_check(
     Args:
         effort: "sample", "quick" or "full".
         seconds: how long the check may look for a failing case; None: its share of the effort's seconds.
-        contract: the version that the plugin claims.
         known: why a failure is expected; a check that passes then counts as failed.
         replay: the command to run this check again, for the failure's text.
         shrink: search for the smallest failing case; otherwise report the first.
@@ -111,13 +103,12 @@ def run_check(
         got=None if broken.got is None else _short(broken.got),
         expected=None if broken.expected is None else _short(broken.expected),
         replay=replay or f"run_check(check, plugin, seed={seed}, effort={effort!r})",
-        more=f"docs/contract/{check.subject.document}.md, clause {check.id} (contract {check.contract})",
+        more=f"docs/contract/{check.subject.document}.md, clause {check.id} (contract {CONTRACT})",
     )
     failure.__cause__ = error
     if known is not None:
         return Outcome(check, Status.KNOWN, seconds, known, failure)
-    status = Status.ADVICE if check.kind == "advice" else Status.FAILED if check.contract <= contract else Status.NEWER
-    return Outcome(check, status, seconds, str(failure), failure)
+    return Outcome(check, Status.FAILED, seconds, str(failure), failure)
 
 
 SHARES = 4  # one check may take this many equal shares of the seconds
@@ -151,7 +142,6 @@ class Report:
     """The outcomes of all checks of one plugin."""
 
     name: str
-    contract: str
     seed: int
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()  # unchecked parts, and why
@@ -179,7 +169,6 @@ class Report:
         counts = {status.value: sum(one.status is status for one in self.outcomes) for status in Status}
         return {
             "name": self.name,
-            "contract": self.contract,
             "seed": self.seed,
             "ok": self.ok,
             "counts": counts,
@@ -188,7 +177,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {'passes' if self.ok else 'fails'} contract {self.contract}"]
+        lines = [f"{self.name}: {'passes' if self.ok else 'fails'} contract {CONTRACT}"]
         for one in self.outcomes:
             if one.status is not Status.PASSED:
                 lines += [f"{one.check.id} {one.status.value}", *(f"  {line}" for line in one.detail.splitlines())]
@@ -202,22 +191,19 @@ def check_subjects(
     *,
     seed: Seed = 0,
     effort: EffortName = "quick",
-    contract: str = CONTRACT,
     known_failures: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
     notes: Sequence[str] = (),
     replay: str = "",
     progress: Callable[[str], None] | None = None,
-    exit_first: bool = False,
 ) -> Report:
     """Run the checks of every subject; the arguments are those of ``check_plugin``.
 
-    Raises: ConfigError for an id that no check has, or none of these subjects, and for an unknown ``contract``.
+    Raises: ConfigError for an id that no check has, or none of these subjects.
     """
     known = dict(known_failures or {})
     wanted = None if only is None else set(only)
     given = subjects.items() if isinstance(subjects, Mapping) else [(subject, one) for _, subject, one in subjects]
-    expect_contract(contract)
     expect_ids([*known, *(wanted or ())], [subject for subject, _ in given])
     planned = [
         (check, under_test)
@@ -239,18 +225,15 @@ def check_subjects(
             effort=effort,
             # what quicker checks leave is for those after them
             seconds=min(max(seconds - used, 0.0), SHARES * seconds / len(planned)),
-            contract=contract,
             known=known.get(check.id),
             replay=f"{replay} --only {check.id}"
             if replay
             else f"check_plugin({name}, seed={seed}, effort={effort!r}, only=[{check.id!r}])",
         )
         outcomes.append(outcome)
-        if exit_first and outcome.status is Status.FAILED:
-            break
     order = list(iter_checks())
     outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
-    return Report(name, contract, seed, tuple(outcomes), tuple(notes))
+    return Report(name, seed, tuple(outcomes), tuple(notes))
 
 
 def _command(name: str, how: Mapping[str, Any]) -> str:
@@ -268,9 +251,8 @@ def check_plugin(
             processor, an observer or one of the Subject classes.
         config: the plugin's own config object; None takes its defaults.
         options: the same as plain data, structured into the plugin's config class.
-        **how: ``seed``, ``effort`` ("sample", "quick" or "full": at most 5, 30 or 600 s of one core), ``contract`` (the
-            version that the plugin claims), ``known_failures`` ({id: reason}), ``only`` (ids), ``progress`` (called
-            with a line before each check), ``exit_first`` (end at the first failure).
+        **how: ``seed``, ``effort`` ("sample", "quick" or "full": at most 5, 30 or 600 s of one core),
+            ``known_failures`` ({id: reason}), ``only`` (ids), ``progress`` (called with a line before each check).
     Raises: UnknownNameError when nothing is registered under the name.
     """
     if isinstance(plugin, str):

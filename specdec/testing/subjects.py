@@ -85,10 +85,9 @@ class DrafterSubject:
 
 @attrs.frozen(kw_only=True, eq=False)
 class VerifierSubject:
-    """How to build a verifier; ``bound`` in nats, for a BOUNDED verifier that declares none itself."""
+    """How to build a verifier."""
 
     make: Callable[[], Verifier]
-    bound: float | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -226,11 +226,9 @@ class TableModel(ForwardPass):
         zeros: float = 0.0,
         tilt: float = 0.0,
         mtp: bool = False,
-        layers: int = 1,
-        max_positions: int = 4096,
-        max_rows: int = MAX_ROWS,
+        **options: int,
     ) -> TableModel:
-        """A random chain.
+        """A random chain; further ``options`` are those of the class.
 
         Args:
             peak: Dirichlet concentration; small values give peaked distributions.
@@ -248,16 +246,7 @@ class TableModel(ForwardPass):
         head = 0.8 * table + 0.2 * rng.dirichlet(np.full(vocab, 0.5), shape) if mtp else None
         if memory is Memory.CONVOLUTION:
             tilt = 0.0
-        return cls(
-            table,
-            memory=memory,
-            tilt=tilt,
-            mtp_table=head,
-            mtp_tilt=0.5 if mtp else 0.0,
-            layers=layers,
-            max_positions=max_positions,
-            max_rows=max_rows,
-        )
+        return cls(table, memory=memory, tilt=tilt, mtp_table=head, mtp_tilt=0.5 if mtp else 0.0, **options)
 
     # --- the distribution ------------------------------------------------------------------------------------------
 
@@ -298,13 +287,16 @@ class TableModel(ForwardPass):
             raise UnsupportedError(f"a state is asked for {unmet}")
         return TableState(self, capacity, needs)
 
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
+
     def _run(self, state: State, tokens: Sequence[int]) -> tuple[TableState, list[_Point]]:
         state = self._own(state)
         if len(tokens) == 0:
             raise ShapeError("a pass takes at least one token, got none")
-        for token in tokens:
-            if not 0 <= token < self.vocab:
-                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
+        self._check_tokens(tokens)
         if state.held + len(tokens) > state.capacity:
             raise StateError(f"{state.held} of {state.capacity} tokens are held; {len(tokens)} more do not fit")
         point, points = state.point, []
@@ -388,9 +380,7 @@ class TableModel(ForwardPass):
     def draft_head(self, tokens: Sequence[int]) -> TableHead:
         if self._mtp_logits is None:
             raise no_mtp_head(self.info)
-        for token in tokens:
-            if not 0 <= token < self.vocab:
-                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
+        self._check_tokens(tokens)
         return TableHead(tuple(sorted(set(tokens))), self)
 
     def shared_weights(self) -> SharedWeights:
@@ -411,10 +401,9 @@ class TableModel(ForwardPass):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         if not provisional:
             del state.mtp[state.pairs.fed :]
+        self._check_tokens(tokens)
         points = []
         for token, before in zip(tokens, hidden.points, strict=True):
-            if not 0 <= token < self.vocab:
-                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
             accumulator = state.mtp[-1] if state.mtp else 1
             for word in (*before.tail, token):
                 accumulator = _fold(accumulator, word)

@@ -1,9 +1,9 @@
-"""Single calls of a verifier, counts of the three-token sequences that it emits, and every position of deep drafts."""
+"""Single calls of a verifier, and every position of deep drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import hypothesis.strategies as st
@@ -13,7 +13,7 @@ from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampli
 from specdec.errors import UnsupportedError
 from specdec.sampling import Purpose, draft_token, gumbel
 from specdec.testing import strategies
-from specdec.testing.reference_sampling import Surplus, joint_distribution, reference_distribution, reference_logits
+from specdec.testing.reference_sampling import Surplus, reference_distribution, reference_logits
 from specdec.testing.table_model import TableLogits, TableModel
 
 if TYPE_CHECKING:
@@ -193,92 +193,6 @@ def target_rows(model: TableModel, history: Sequence[int], drafted: Sequence[int
     return np.stack([model.logits([*history, *drafted[:row]]) for row in range(len(drafted) + 1)])
 
 
-# --- joint distributions ---------------------------------------------------------------------------------------------
-
-JOINT = 3  # tokens whose joint distribution is tested
-JOINT_VOCAB = 3
-
-
-@attrs.frozen
-class Scenario:
-    """How one test of the joint distribution makes its drafts."""
-
-    name: str
-    draws: int
-    with_probs: bool  # draw tokens from a distribution and pass it as probs; otherwise take the most probable tokens
-    sampling: Sampling = Sampling(temperature=1.0)
-    pruned: bool = False  # the drafter covers only part of the vocabulary
-    cycles: int = 1  # cycles before completing the rest from the target
-
-
-def target_and_draft() -> tuple[TableModel, TableModel]:
-    """Two chains over 3 tokens, different enough for every known mistake to show; the target forbids one pair."""
-    target = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.5, 0.0]])
-    draft = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
-    return TableModel(target), TableModel(draft)
-
-
-def target_joint(target: TableModel, sampling: Sampling) -> NDArray[np.float64]:
-    """The joint distribution of the ``JOINT`` tokens after ``[1]``, by the reference."""
-
-    def next_token(later: list[int]) -> NDArray[np.float64]:
-        return reference_distribution(target.logits([1, *later]).tolist(), [1, *later], sampling, 1)
-
-    return joint_distribution(next_token, JOINT, JOINT_VOCAB)
-
-
-def _draft(draft: TableModel, history: list[int], scenario: Scenario, context: Context) -> Draft:
-    """Draft two tokens; with ``probs`` if the verifier asks for the drafter's own noise."""
-    drafted: list[int] = []
-    probs: list[NDArray[np.float32]] = []
-    for _ in range(2):
-        row = draft.distribution([*history, *drafted])
-        if scenario.pruned:
-            row[2] = 0.0
-            row /= row.sum()
-        if not scenario.with_probs:
-            drafted.append(int(row.argmax()))
-            continue
-        with np.errstate(divide="ignore"):
-            logits = np.log(row.astype(np.float32))
-        token, drawn_from = draft_token(TableLogits(logits[None]), drafted, context)
-        drafted.append(token)
-        if context.draft_noise is DraftNoise.INDEPENDENT and drawn_from is not None:
-            probs.append(drawn_from)
-    return Draft(tuple(drafted), np.stack(probs) if probs else None)
-
-
-def seed_of(seed: int, number: int) -> int:
-    """The seed of one of many draws; all of its 63 bits vary."""
-    return (seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63
-
-
-def tally_joint(
-    verifier: Verifier, target: TableModel, draft: TableModel, scenario: Scenario, draws: Iterable[int], seed: int
-) -> NDArray[np.int64] | None:
-    """Counts of the first ``JOINT`` tokens after ``[1]``; None if the verifier refuses the sampling."""
-    tally = np.zeros((JOINT_VOCAB,) * JOINT, np.int64)
-    rest = np.random.default_rng(seed)  # completes the rest from the target
-    for number in draws:
-        tokens = [1]
-        sampling = attrs.evolve(scenario.sampling, seed=seed_of(seed, number))
-        for cycle in range(1, scenario.cycles + 1):
-            if len(tokens) > JOINT:
-                break
-            context = Context(tokens, sampling, generated_from=1, cycle=cycle, draft_noise=verifier.draft_noise)
-            drafted = _draft(draft, tokens, scenario, context)
-            try:
-                verdict = verifier.verify(drafted, TableLogits(target_rows(target, tokens, drafted.tokens)), context)
-            except UnsupportedError:
-                return None
-            tokens = [*tokens, *drafted.tokens[: verdict.accepted], int(verdict.next_token)]
-        while len(tokens) <= JOINT:
-            probs = reference_distribution(target.logits(tokens).tolist(), tokens, sampling, 1)
-            tokens.append(int(rest.choice(JOINT_VOCAB, p=probs)))
-        tally[tuple(tokens[1 : JOINT + 1])] += 1
-    return tally.ravel()
-
-
 # --- every position of drafts of every depth -------------------------------------------------------------------------
 
 _EVEN = np.array([np.roll([0.34, 0.26, 0.22, 0.18], shift) for shift in range(4)])
@@ -286,43 +200,63 @@ _SURE = np.array([np.roll([0.97, 0.01, 0.01, 0.01], shift) for shift in range(4)
 _RARE = np.tile([0.4, 0.4, *[0.02] * 5, *[0.01] * 10], (17, 1))
 _PAIRS = (("even", _EVEN, _SURE), ("rare tokens", _RARE, np.full((17, 17), 1 / 17)))
 """Target and draft, the next token by the last one: the draft is sure of one token, or knows nothing of rare ones."""
+_SETTINGS = {
+    "plain": Sampling(temperature=1.0),
+    "penalties": Sampling(temperature=0.8, presence_penalty=1.5, repetition_penalty=1.3, logit_bias={0: 0.5}),
+    "filters": Sampling(temperature=1.0, top_k=3, min_p=0.45),
+}
+_CHOSEN = ("plain", "plain", "plain", "plain", "penalties", "filters")
+_DRAFTS = ("drawn", "drawn", "drawn", "drawn from a part of the vocabulary", "best tokens without probs")
 _FUNCTIONS = ("the draft's surplus", "the best token", "rare tokens")
 
 
 def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surplus | None:
-    """Drafts of 1 to 15 tokens that follow the target but at one position; None if the verifier refuses the sampling.
+    """Drafts of 1 to 15 tokens that follow the target but at one position; None if the verifier refuses all settings.
 
     In a third of them there is no such position, so the bonus token is reached; in the others it is rather late.
     """
-    rng, surplus = np.random.default_rng(seed), Surplus(_FUNCTIONS)
+    rng, surplus, taken = np.random.default_rng(seed), Surplus(_FUNCTIONS), False
     for number in draws:
         name, target, draft = _PAIRS[number % 8 == 7]
+        settings, kind = (options[int(rng.integers(len(options)))] for options in (_CHOSEN, _DRAFTS))
         depth = 1 + number % 15
         other = depth if rng.random() < 1 / 3 else int(rng.integers(depth, size=2).max())
-        sampling = Sampling(temperature=1.0, seed=seed_of(seed, number))
+        sampling = attrs.evolve(_SETTINGS[settings], seed=(seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)
         context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
+
+        def law(tokens: list[int], target: Any = target, sampling: Sampling = sampling) -> Any:
+            """The distribution of the token after these."""
+            return reference_distribution(np.log(target[tokens[-1]]).tolist(), tokens, sampling, 1)
+
         tokens, probs = [0], []
         for row in range(depth):
-            logits = np.log((draft if row == other else target)[tokens[-1]])[None].astype(np.float32)
-            token, drawn_from = draft_token(TableLogits(logits), tokens[1:], context)
+            logits = np.log((draft if row == other else target)[tokens[-1]]).astype(np.float32)
+            if kind == "best tokens without probs":
+                tokens.append(int(logits.argmax()))
+                continue
+            if row == other and kind != "drawn":
+                logits[-1] = -np.inf
+            token, drawn_from = draft_token(TableLogits(logits[None]), tokens[1:], context)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from]
         drafted = Draft(tuple(tokens[1:]), np.stack(probs) if probs else None)
         try:
             verdict = verifier.verify(drafted, TableLogits(np.log(target[tokens]).astype(np.float32)), context)
         except UnsupportedError:
-            return None
+            continue
+        taken = True
         tokens = [*tokens[: verdict.accepted + 1], int(verdict.next_token)]
         while len(tokens) < depth + 2:  # the rest comes from the target
-            tokens.append(int(rng.choice(len(target), p=target[tokens[-1]])))
+            tokens.append(int(rng.choice(len(target), p=law(tokens))))
         for row in {other, depth, 0}:
-            before, token = tokens[row : row + 2]
-            law, ids = target[before], np.arange(len(target))
-            values = np.stack([np.log(draft[before] / law), ids == law.argmax(), law < 0.03])
-            groups = [f"{name}, every position", f"{name}, position {row}"]
+            before, token = tokens[: row + 1], tokens[row + 1]
+            expected, ids = law(before), np.arange(len(target))
+            excess = np.log(np.maximum(draft[before[-1]], 1e-3) / np.maximum(expected, 1e-3))
+            values = np.stack([excess, ids == expected.argmax(), expected < 0.03])
+            groups = [f"{name}, every position", f"{name}, position {row}", f"{kind}, {settings}"]
             if row == other:
-                kind = "bonus tokens" if row == depth else "other positions"
-                groups += [f"{name}, {kind}", f"{kind} of {depth} drafted tokens"]
-                groups += [f"{kind} from {least} on" for least in (1, 5, 8) if row >= least]
-            surplus.add(groups, token, law, values)
-    return surplus
+                place = "bonus tokens" if row == depth else "other positions"
+                groups += [f"{name}, {place}", f"{place} of {depth} drafted tokens"]
+                groups += [f"{place} from {least} on" for least in (1, 5, 8) if row >= least]
+            surplus.add(groups, token, expected, values)
+    return surplus if taken else None

@@ -19,7 +19,6 @@ from specdec.cli.new import KINDS, repository
 from tests.processes import HUNG, ROOT, run_python, run_specdec
 
 PROGRAMS = pathlib.Path(sys.executable).parent
-FULL = OSError(28, "No space left on device")
 
 
 def run_new(*arguments: object, status: int = 0) -> str:
@@ -79,28 +78,6 @@ def test_a_folder_with_files_is_left_alone(tmp_path):
     assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path, status=2)
     assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path / "mine", status=2)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize(
-    ("there", "error", "fails_at"), [(True, FULL, 0), (False, FULL, 4), (False, KeyboardInterrupt(), 7)]
-)
-def test_a_failure_leaves_nothing_half_written(there, error, fails_at, tmp_path, monkeypatch):
-    folder, write, written = tmp_path / "outer" / "made", pathlib.Path.write_text, []
-    if there:
-        folder.mkdir(parents=True)
-
-    def failing(self, *arguments, **options):
-        if len(written) == fails_at:
-            write(self, "half", encoding="utf-8")
-            raise error
-        written.append(self)
-        return write(self, *arguments, **options)
-
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(pathlib.Path, "write_text", failing)
-    said = run_new("drafter", "far-away", "--into", folder, status=2 if isinstance(error, OSError) else 130)
-    assert ("No space left" in said) == isinstance(error, OSError)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 # --- installed, as a stranger would ---------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ TABLES = [
             ["doctor"],
             ["doctor", "demo"],
             ["check", "ngram", "--effort", "sample", "--only", "D1", "--only", "D5"],
-            ["bench", *ONE, "--contexts", "32,64"],
+            ["bench", *ONE],
             ["accept", *ONE, "--ablate", "all"],
         )
     ),

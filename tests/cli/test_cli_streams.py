@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.cli import output
+from specdec.contract import CycleRecord
 from specdec.errors import UnsupportedError, one_line
 from specdec.files import streams
-from specdec.measuring.drafts import MissedDrafts
+from specdec.measuring.drafts import DraftLog
+from specdec.measuring.prompts import Prompt
+from specdec.measuring.runs import Run
 from tests.processes import HUNG, ROOT
 
 FULL = "UnsupportedError: standard output cannot be written: No space left on device"
@@ -113,18 +116,16 @@ def test_text_from_a_checkpoint_stays_on_its_line(text):
     assert "".join(stream.getvalue().split("\n")).replace("\t", "").isprintable()
 
 
-def test_a_log_that_fails_on_the_way_does_not_end_the_generation():
+def test_a_log_that_fails_on_the_way_does_not_end_the_measurement():
     """Opening /dev/full works; writing does not."""
 
     class Tokenizer:
         def decode(self, tokens, *, skip_special):
             return "x"
 
-    class Cycle:
-        accepted, drafted, emitted = 0, (1,), (2,)
-
-    missed = MissedDrafts("/dev/full", Tokenizer())
-    assert missed.failure is None
+    cycle = CycleRecord(1, 1, 1, 0, (2,), 0.0, 0.0, 0.0, (1,))
+    run = Run(prompt=Prompt(kind="x", text="x"), prompt_tokens=(1,), tokens=(2,), cycles=(cycle,))
+    log = DraftLog("/dev/full", Tokenizer())
     for _ in range(3):
-        missed.add(Cycle())
-    assert "No space left on device" in missed.failure.message
+        log.add(run)
+    assert "No space left on device" in log.failure.message

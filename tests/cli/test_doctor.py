@@ -13,7 +13,7 @@ from specdec import __version__
 from specdec.contract import BackendSpec
 from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry
-from tests.wrong_ops import ROWS, ProbedBackend, wrong_ops
+from tests.wrong_ops import ProbedBackend, wrong_ops
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +104,6 @@ def test_a_model_that_is_exact(invoke, tiny_model):
     subjects = [finding["subject"] for finding in model["findings"]]
     assert any(subject.startswith("layer 0") and subject.endswith("41 rows before") for subject in subjects)
     assert "logits of whole passes after 41 tokens" in subjects
-    assert [row["rows"] for row in model["costs"]["rows"]] == list(range(1, ROWS + 1))
-    assert model["costs"]["rows"][0]["ratio"] == 1.0
-    assert model["costs"]["draft_step"] > 0.0
-    assert [price["depth"] for price in model["costs"]["depths"]] == list(range(1, ROWS))
 
 
 def test_a_mistake_is_named_and_a_backend_that_promises_equal_bits_fails(invoke, tiny_model):

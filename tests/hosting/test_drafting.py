@@ -85,7 +85,7 @@ def test_no_fault_of_a_drafter_reaches_the_host(fault, seed):
     ("fault", "said"),
     [
         ("raises", "failed in propose: RuntimeError: the table is empty"),
-        ("no draft", "failed in propose: AttributeError: 'list' object"),
+        ("no draft", "failed in propose: ContractError: propose returned [1, 2]"),
         ("target", "a drafter cannot run passes of the target"),
     ],
 )

@@ -1,9 +1,7 @@
-"""Passive measurements, acceptance by kind of token, and the log of missed drafts."""
+"""Passive measurements and acceptance by kind of token."""
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +9,9 @@ import attrs
 import pytest
 
 from specdec.config import Choice
-from specdec.contract import CycleRecord
 from specdec.decoding.parts import make_verifier
 from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
-from specdec.measuring.drafts import MissedDrafts
 from specdec.measuring.passive import passive
 from specdec.measuring.runs import at_depth, generate, plain
 from specdec.records.cost_table import CostTable
@@ -92,25 +88,3 @@ def test_the_report_of_a_passive_measurement(load: Callable[..., Any]) -> None:
     assert not active.passive
     assert active.overall.tokens_per_cycle == 40 / active.overall.cycles
     assert all(kind["rate"] is None or 0 <= kind["rate"] <= 1 for kind in active.to_dict()["kinds"])
-
-
-def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path: pathlib.Path) -> None:
-    lm = at_depth(variant(load("demo", "bfloat16"), "mtp"), 3)
-    file = tmp_path / "missed.jsonl"
-    file.write_text("of an earlier run\n")
-    cycles: list[CycleRecord] = []
-    log = MissedDrafts(file, lm.tokenizer)
-    stream = lm.stream(CODE, max_new_tokens=60, ignore_eos=True)
-    stream.on_cycle = lambda cycle: (cycles.append(cycle), log.add(cycle))
-    result = stream.result
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    wanted = [cycle for cycle in cycles if cycle.accepted < min(cycle.offered, len(cycle.emitted))]
-    assert len(rows) == len(wanted) > 0
-    start = len(result.prompt)
-    for row, cycle in zip(rows, wanted, strict=True):
-        assert row["position"] == cycle.position - start + cycle.accepted
-        assert row["lookahead"] == cycle.accepted
-        assert row["chosen"] == result.tokens[row["position"]] != row["drafted"] == cycle.drafted[cycle.accepted]
-        assert row["chosen_text"] == lm.tokenizer.decode([row["chosen"]], skip_special=False)
-    with pytest.raises(UnsupportedError, match="cannot be written"):
-        MissedDrafts(tmp_path, lm.tokenizer)

@@ -11,7 +11,7 @@ import pytest
 from specdec.backends.cpu.caches import CpuDeltaCache
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Parity
-from specdec.doctor import measure_row_costs, probe_bits, promise
+from specdec.doctor import probe_bits, promise
 from specdec.models.parity import probe_parts, probe_rows
 from specdec.records.bits import Comparison, Finding
 from specdec.testing import Memory, TableModel
@@ -127,11 +127,10 @@ def test_another_engines_model_is_compared_by_passes(memory):
     table = np.random.default_rng(0).dirichlet(np.ones(7), size=(7, 7))
     tilt = 0.0 if memory is Memory.CONVOLUTION else 0.3
     target = TableModel(table, memory=memory, tilt=tilt, mtp_table=table, max_positions=64, max_rows=6)
-    findings, costs = probe_bits(target), measure_row_costs(target, repeats=3)
+    findings = probe_bits(target)
     assert len(findings) == 2
     assert all(finding.equal for finding in findings)
-    assert [row.rows for row in costs.rows] == [1, 2, 3, 4, 5, 6]
-    verdict = promise(target, findings, costs)
+    verdict = promise(target, findings)
     assert verdict.exact == (target.info.parity is Parity.BITWISE)
     assert not verdict.broken
 

@@ -17,7 +17,7 @@ from specdec.testing import Subject, iter_checks
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "docs" / "contract"
 BLOCK = re.compile(r"<!-- signatures of ([\w.]+): (.+?) -->\n```python\n(.*?)```\n", re.S)
-CLAUSE = re.compile(r"^## ([A-Z]\d+) (.+?)( \(advice\))?$\n\n(.+?)(?=^## |\Z)", re.S | re.M)
+CLAUSE = re.compile(r"^## ([A-Z]\d+) (.+?)$\n\n(.+?)(?=^## |\Z)", re.S | re.M)
 SPECIAL = ("__len__", "__getitem__")
 
 
@@ -64,8 +64,8 @@ def updated(subject: Subject) -> str:
         return f"<!-- signatures of {module}: {names} -->\n```python\n{signatures(module, names)}```\n"
 
     def heading(found: re.Match[str]) -> str:
-        id_, sentence, advice, body = found.groups()
-        return f"## {id_} {wanted.get(id_, sentence)}{advice or ''}\n\n{body}"
+        id_, sentence, body = found.groups()
+        return f"## {id_} {wanted.get(id_, sentence)}\n\n{body}"
 
     return CLAUSE.sub(heading, BLOCK.sub(block, text))
 

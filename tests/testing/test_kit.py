@@ -45,13 +45,10 @@ def test_every_clause_is_headed_by_its_sentence_and_has_a_reason(subject):
     clauses = contract_pages.CLAUSE.findall(text)
     assert [id_ for id_, *_ in clauses] == re.findall(r"^## (\S+)", text, re.M)
     assert {id_ for id_, *_ in clauses} == {check.id for check in iter_checks(subject)}
-    assert {id_ for id_, _, advice, _ in clauses if advice} == {
-        check.id for check in iter_checks(subject) if check.kind == "advice"
-    }
     assert text == contract_pages.updated(subject), "run python -m tests.testing.contract_pages"
 
 
-# --- failures, known failures, versions ------------------------------------------------------------------------------
+# --- failures and known failures -------------------------------------------------------------------------------------
 
 
 def test_a_failure_says_clause_case_and_replay():
@@ -96,27 +93,6 @@ def test_a_known_failure_that_is_no_check_is_an_error_with_a_suggestion():
         check_plugin(none_specs()[0], known_failures={"D77": "typo"})
     with pytest.raises(ConfigError, match="another kind of plugin"):
         parametrize_checks(drafter=none_specs()[0], known_failures={"V1": "reason"})
-
-
-def _later(kind: str = "contract") -> Check:
-    def run(subject, run):
-        expect(False, "always")
-
-    return Check("D1", Subject.DRAFTER, kind, "2031.1", "A clause of the future.", run)
-
-
-def test_a_later_contract_reports_and_does_not_fail():
-    subject = as_subject(Subject.DRAFTER, none_specs()[0])
-    assert run_check(_later(), subject, contract="2026.2").status is Status.NEWER
-    assert run_check(_later(), subject, contract="2031.1").status is Status.FAILED
-    assert run_check(_later("advice"), subject, contract="2031.1").status is Status.ADVICE
-
-
-def test_an_unknown_contract_is_refused():
-    with pytest.raises(ConfigError, match="there is no contract '1999'"):
-        check_plugin("ngram", contract="1999")
-    with pytest.raises(ConfigError, match="there is no contract '1999'"):
-        parametrize_checks(drafter=none_specs()[0], contract="1999")
 
 
 def test_an_exception_of_a_plugin_is_a_failure_with_its_place():

@@ -9,19 +9,95 @@ from __future__ import annotations
 
 import os
 
+import attrs
 import numpy as np
 import pytest
 
-from specdec.contract import Context, Draft, Sampling
-from specdec.sampling import Purpose, gumbel
+from specdec.contract import Context, Draft, DraftNoise, Sampling
+from specdec.sampling import Purpose, draft_token, gumbel
 from specdec.testing.numerics import goodness_of_fit
-from specdec.testing.table_model import TableLogits
-from specdec.testing.verifier_cases import JOINT, Scenario, tally_joint, target_and_draft, target_joint
+from specdec.testing.reference_sampling import joint_distribution, reference_distribution
+from specdec.testing.table_model import TableLogits, TableModel
+from specdec.testing.verifier_cases import target_rows
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import cases
 
 pytestmark = pytest.mark.slow
+
+JOINT = 3  # tokens whose joint distribution is tested
+JOINT_VOCAB = 3
+
+
+@attrs.frozen
+class Scenario:
+    """How one test of the joint distribution makes its drafts."""
+
+    name: str
+    draws: int
+    with_probs: bool  # draw tokens from a distribution and pass it as probs; otherwise take the most probable tokens
+    sampling: Sampling = Sampling(temperature=1.0)
+    pruned: bool = False  # the drafter covers only part of the vocabulary
+    cycles: int = 1  # cycles before completing the rest from the target
+
+
+def target_and_draft():
+    """Two chains over 3 tokens, different enough for every known mistake to show; the target forbids one pair."""
+    target = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.5, 0.0]])
+    draft = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
+    return TableModel(target), TableModel(draft)
+
+
+def target_joint(target, sampling):
+    """The joint distribution of the ``JOINT`` tokens after ``[1]``, by the reference."""
+
+    def next_token(later):
+        return reference_distribution(target.logits([1, *later]).tolist(), [1, *later], sampling, 1)
+
+    return joint_distribution(next_token, JOINT, JOINT_VOCAB)
+
+
+def _draft(draft, history, scenario, context):
+    """Draft two tokens; with ``probs`` if the verifier asks for the drafter's own noise."""
+    drafted, probs = [], []
+    for _ in range(2):
+        row = draft.distribution([*history, *drafted])
+        if scenario.pruned:
+            row[2] = 0.0
+            row /= row.sum()
+        if not scenario.with_probs:
+            drafted.append(int(row.argmax()))
+            continue
+        with np.errstate(divide="ignore"):
+            logits = np.log(row.astype(np.float32))
+        token, drawn_from = draft_token(TableLogits(logits[None]), drafted, context)
+        drafted.append(token)
+        if context.draft_noise is DraftNoise.INDEPENDENT and drawn_from is not None:
+            probs.append(drawn_from)
+    return Draft(tuple(drafted), np.stack(probs) if probs else None)
+
+
+def tally_joint(verifier, target, draft, scenario, draws, seed):
+    """Counts of the first ``JOINT`` tokens after ``[1]``."""
+    tally = np.zeros((JOINT_VOCAB,) * JOINT, np.int64)
+    rest = np.random.default_rng(seed)  # completes the rest from the target
+    for number in draws:
+        tokens = [1]
+        sampling = attrs.evolve(scenario.sampling, seed=(seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)
+        for cycle in range(1, scenario.cycles + 1):
+            if len(tokens) > JOINT:
+                break
+            context = Context(tokens, sampling, generated_from=1, cycle=cycle, draft_noise=verifier.draft_noise)
+            drafted = _draft(draft, tokens, scenario, context)
+            rows = TableLogits(target_rows(target, tokens, drafted.tokens))
+            verdict = verifier.verify(drafted, rows, context)
+            tokens = [*tokens, *drafted.tokens[: verdict.accepted], int(verdict.next_token)]
+        while len(tokens) <= JOINT:
+            probs = reference_distribution(target.logits(tokens).tolist(), tokens, sampling, 1)
+            tokens.append(int(rest.choice(JOINT_VOCAB, p=probs)))
+        tally[tuple(tokens[1 : JOINT + 1])] += 1
+    return tally.ravel()
+
 
 DRAWS = 4_000 if os.environ.get("HYPOTHESIS_PROFILE", "dev") == "dev" else 25_000
 P_VALUE = 1e-4

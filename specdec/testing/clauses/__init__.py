@@ -27,13 +27,6 @@ def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
             yield check
 
 
-def expect_contract(contract: str) -> None:
-    """Raises: ConfigError for a version of the contract that no clause here is of."""
-    known = sorted({check.contract for check in iter_checks()})
-    if contract not in known:
-        raise ConfigError(f"there is no contract {contract!r}", available=", ".join(known))
-
-
 def expect_ids(ids: Iterable[str], subjects: Collection[Subject]) -> None:
     """Raises: ConfigError for an unknown id, and for one whose clause is about another kind of plugin."""
     known = [check.id for check in iter_checks()]

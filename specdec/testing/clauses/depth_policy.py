@@ -136,6 +136,10 @@ def _policies(subject: DepthPolicySubject, length: int, seed: int, rows: int, ki
             often.record(step, depth)
             what = "asked more often, it chooses another depth"
             faults.note("P7", answers == [depth] * 3, what, got=answers, expected=depth, cycle=number)
+    unasked = PolicyRun(make(new()), rows)
+    for step in steps[:100]:
+        unasked.record(step, 3)
+    unasked.depth()
     what = "an earlier sequence changed the depths"
     faults.note_equal("P6", _alone(make(new()), steps, rows, Faults()), expected, what)
     return faults
@@ -150,6 +154,8 @@ checks_of(
     _drive,
     {
         "P1": "``next_depth`` returns a plain int of 0 or more.",
+        "P2": "The first depth is chosen from fresh Stats, before any record.",
+        "P3": "Records of any kind and number are accepted in any order: unasked, capped, of zero seconds, anywhere.",
         "P4": "Depths stay bounded, however many drafts are accepted.",
         "P5": "Stats belong to the engine: a policy reads them but does not change them.",
         "P6": "A policy decides from the records of its own sequence: the same records give the same depths, and no "
@@ -158,22 +164,6 @@ checks_of(
         "P8": "``reason`` is text: empty while drafts are asked for, and why when the depth stays 0.",
     },
 )
-
-
-@check("P2")
-def works_from_nothing(subject: DepthPolicySubject, run: Run) -> None:
-    """The first depth is chosen from fresh Stats, before any record."""
-    subject.make().next_depth(Stats())
-
-
-@check("P3")
-def any_record(subject: DepthPolicySubject, run: Run) -> None:
-    """Records of any kind and number are accepted in any order: unasked, capped, of zero seconds, anywhere."""
-    _drive(subject, run, "P3")
-    unasked = PolicyRun(subject.make(), 16)
-    for step in _steps(run.seed % 2**32, 100, 16):
-        unasked.record(step, 3)
-    unasked.depth()
 
 
 @check("P10")

@@ -20,7 +20,7 @@ from specdec.sampling import Purpose, uniforms
 from specdec.testing import strategies
 from specdec.testing.checks import Faults, Run, check, checks_of, expect, expect_equal, not_applicable, own_generators
 from specdec.testing.engine_run import plain_decoding, run_engine
-from specdec.testing.memory import MOST_KEPT, alive, open_things
+from specdec.testing.memory import MOST_KEPT, alive
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.reference_sampling import Surplus, joint_distribution, reference_distribution
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for, usable
@@ -32,7 +32,7 @@ from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 _settings = st.one_of(st.just("greedy"), st.sampled_from(list(SETTINGS)))
 _memories = st.sampled_from(list(Memory))
@@ -86,6 +86,7 @@ checks_of(
     {
         "D1": "A draft has at most ``depth`` tokens, each a plain int inside the vocabulary.",
         "D2": "The context is never changed: neither its tokens nor its settings.",
+        "D3": "One token of context is enough, with no prefill before it.",
         "D4": "Depth 0 gives the empty draft.",
         "D5": "The same calls give the same drafts, and no global random generator is read or moved.",
         "D7": "After a rewind to any length, the next draft is that of a fresh drafter.",
@@ -94,20 +95,10 @@ checks_of(
         "D11": "``needs`` names everything that a drafter uses of its target: hidden states and the MTP head.",
         "D12": "The committed state of a sequence belongs to the engine: a drafter only runs MTP drafts on it.",
         "D15": "Sequences are independent: drafts do not depend on what other sequences did before or in between.",
+        "D16": "A drafter prints nothing: standard output belongs to the calling program.",
         "D19": "Arrays belong to their receiver: those of a pass stay unchanged, and a draft is never written again.",
     },
 )
-checks_of(_drive, {"D16": "A drafter prints nothing: standard output belongs to the calling program."}, kind="advice")
-
-
-@check("D3")
-def one_token(subject: DrafterSubject, run: Run) -> None:
-    """One token of context is enough, with no prefill before it."""
-    for depth in (1, 3):
-        session = ScriptedSession.start(subject)
-        session.feed([3])
-        for accepted in (0, 4):
-            session.cycle(depth, accepted, 1)
 
 
 @check("D6")
@@ -212,50 +203,16 @@ def _see(surplus: Surplus, session: ScriptedSession, draft: Draft, depth: int) -
 @check("D10")
 def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
-    drafted = _honest_in_one_context(subject, run)
+    drafted = False
     for setting in ("independent", "flat", "filtered", "biased", "sharp"):
         surplus, length = Surplus(_FUNCTIONS), 400 if setting == "independent" else 150
         walk = Walk(subject=subject, setting=setting, seed=run.seed % 2**32 | 1)
         walk.look = lambda session, draft, depth, surplus=surplus: _see(surplus, session, draft, depth)
         walk.through(text(run.seed % 2**32 | 1, max(60, min(int(length * run.effort.factor), 2 * length))))
         surplus.judge("drafted tokens do not follow their probs", setting=setting)
-        drafted = drafted or any(draft.probs is not None for draft in walk.drafts.values())
+        drafted = drafted or any(draft.tokens for draft in walk.drafts.values())
     if not drafted:
         not_applicable("it drafts nothing here")
-
-
-def _honest_in_one_context(subject: DrafterSubject, run: Run) -> bool:
-    """Compare many draws in one context with the distribution that all of them must state; whether there were any."""
-    model, shared, pooled = target_for(subject), None, Surplus(_FUNCTIONS)
-    probs: dict[tuple[int, ...], Any] = {}
-    counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
-    for number in run.repeat(200, least=60):
-        if number == 60 and not any(np.max(row) < 1 for row in probs.values()):
-            break  # nothing is drawn
-        sampling = Sampling(temperature=1.0, seed=number * 7919 + run.seed % 2**40)
-        session = ScriptedSession.start(
-            subject, model=model, sampling=sampling, noise=DraftNoise.INDEPENDENT, shared=shared
-        )
-        shared = session.shared
-        session.feed(_PROMPT)
-        draft = usable(session.propose(4), 4, 5)
-        _see(pooled, session, draft, 4)
-        for row, token in enumerate(draft.tokens):
-            before = draft.tokens[:row]
-            stated = np.eye(5)[token] if draft.probs is None else draft.probs[row]
-            known = probs.setdefault(before, stated)
-            case = {"context": [*_PROMPT, *before], "seed": sampling.seed}
-            what = "one context has two distributions: they depend on the draw"
-            expect(np.allclose(stated, known, atol=1e-6), what, got=stated, expected=known, **case)
-            counts.setdefault(before, np.zeros(5, np.int64))[token] += 1
-    for before, counted in counts.items():
-        draws = int(counted.sum())
-        fit = goodness_of_fit(counted, probs[before])
-        case = {"context": [*_PROMPT, *before], "draws": draws}
-        what = f"drafted tokens do not follow their probs: {fit}"
-        expect(draws < 50 or fit.passes(1e-6), what, got=counted, expected=probs[before] * draws, **case)
-    pooled.judge("drafted tokens do not follow their probs", context=_PROMPT)
-    return bool(probs)
 
 
 # --- the rest of the process, and other engines -----------------------------------------------------------------------
@@ -267,7 +224,7 @@ def nothing_kept(subject: DrafterSubject, run: Run) -> None:
     walk = Walk(subject=subject, setting="greedy", seed=1).through(text(1, 300))
     outputs, kept = len(walk.session.outputs), alive(walk.session.outputs)
     expect(kept <= max(outputs // 3, MOST_KEPT), "the outputs of passes are kept", got=f"{kept} of {outputs}")
-    ended, model, shared, things = [], target_for(subject), None, open_things()
+    ended, model, shared = [], target_for(subject), None
     for number in range(4):
         session = ScriptedSession.start(subject, model=model, shared=shared)
         shared = session.shared
@@ -277,8 +234,6 @@ def nothing_kept(subject: DrafterSubject, run: Run) -> None:
         del session
     kept = alive(ended)
     expect(kept <= 1, "the states of sequences that ended are kept", got=f"{kept} of {len(ended)}")
-    grown = open_things() - things
-    expect(grown < len(ended), "threads or open files of sequences that ended are kept", got=f"{grown} more")
 
 
 @check("D22")

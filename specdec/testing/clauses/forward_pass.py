@@ -6,7 +6,6 @@ The reference is the target itself in plain decoding: a fresh state, one row per
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +40,7 @@ from specdec.testing.checks import (
     own_generators,
 )
 from specdec.testing.engine_run import ScriptedDrafter, plain_decoding, run_engine
-from specdec.testing.memory import MOST_KEPT
+from specdec.testing.memory import MOST_KEPT, alive
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import ForwardPassSubject
 from specdec.testing.target_under_test import MTP, Play, TargetUnderTest, hidden_by_name, under_test
@@ -473,9 +472,8 @@ def states_are_freed(subject: ForwardPassSubject, run: Run) -> None:
         for part in (state, copy, logits):
             with contextlib.suppress(TypeError):  # a class without weak references
                 references.setdefault(type(part).__name__, []).append(weakref.ref(part))
-    gc.collect()
     for kind, dead in references.items():
-        kept = sum(reference() is not None for reference in dead)
+        kept = alive(dead)
         expect(kept <= MOST_KEPT, f"{kind} stays in memory after its sequence", got=kept, expected=MOST_KEPT)
 
 

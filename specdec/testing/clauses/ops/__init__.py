@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specdec.contract import Parity
-from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
+from specdec.testing.checks import Run, check, checks_of, expect, expect_equal, not_applicable
 from specdec.testing.clauses.forward_pass import check_logits
 from specdec.testing.clauses.ops import layers
 from specdec.testing.clauses.ops.layers import CAPACITY, Layer
@@ -40,23 +40,14 @@ SENTENCES = {
 """The clauses that hold if the operations of the table agree with the reference."""
 
 
-def _compare(clause: str, subject: OpsSubject, run: Run) -> None:
+def _compare(subject: OpsSubject, run: Run, clause: str) -> None:
     bench = Bench(subject, run)
     for operation in OPERATIONS:
         if operation.clause == clause:
             operation.compare(bench)
 
 
-def _register(clause: str, sentence: str) -> None:
-    def agrees(subject: OpsSubject, run: Run) -> None:
-        _compare(clause, subject, run)
-
-    agrees.__doc__ = sentence
-    check(clause)(agrees)
-
-
-for _clause, _sentence in SENTENCES.items():
-    _register(_clause, _sentence)
+checks_of(_compare, SENTENCES)
 
 
 # --- output heads ----------------------------------------------------------------------------------------------------
@@ -74,7 +65,7 @@ def _tied(bench: Bench) -> Any:
 def head(subject: OpsSubject, run: Run) -> None:
     """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax, the lowest id of
     equal ones."""
-    _compare("O10", subject, run)
+    _compare(subject, run, "O10")
     bench = Bench(subject, run)
     for rows in ROWS:
         logits = bench.ops.head(bench.act(rows, LENGTH).array, bench.matrix(VOCAB, LENGTH).array)
@@ -85,7 +76,7 @@ def head(subject: OpsSubject, run: Run) -> None:
 @check("O20")
 def pruned_head(subject: OpsSubject, run: Run) -> None:
     """``pruned_head`` gives ``head``'s logits at the ids of ``head_rows`` and -inf elsewhere, added ids included."""
-    _compare("O20", subject, run)
+    _compare(subject, run, "O20")
     bench = Bench(subject, run)
     ops, x, weight = bench.ops, bench.act(5, LENGTH), bench.matrix(VOCAB, LENGTH)
     ids = [0, VOCAB - 1, *range(40, 170, 3)]
