@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 import torch
@@ -44,6 +44,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
+_PIECE = 2**22  # bytes
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _MAX_AXES = 64  # of a tensor; torch's own limit
 
@@ -89,8 +90,7 @@ class StoredTensor:
         buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
         try:
             with open_file(self.file) as stream:
-                header = int.from_bytes(stream.read(8), "little")
-                stream.seek(8 + header + self.start + start * width)
+                stream.seek(self.begin(stream) + start * width)
                 view, got = memoryview(buffer.numpy().data), 0
                 while got < len(view):
                     count = stream.readinto(view[got:])
@@ -99,7 +99,20 @@ class StoredTensor:
                     got += count
         except OSError as error:
             raise _unreadable(self.file, error) from error
-        return buffer.view(DTYPES[self.dtype]).view(stop - start, *self.shape[axes:])
+        dtype = self.torch_dtype
+        assert dtype is not None  # the caller has looked
+        return buffer.view(dtype).view(stop - start, *self.shape[axes:])
+
+    def begin(self, stream: BinaryIO) -> int:
+        """Where it begins in its file."""
+        return 8 + int.from_bytes(stream.read(8), "little") + self.start
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """As ``Checkpoint.pieces``."""
+        rows = math.prod(self.shape[:-1])
+        step = max(1, _PIECE * rows // max(1, self.size))
+        for start in range(0, rows, step):
+            yield StoredTensor.read_rows(self, None, name, start, min(start + step, rows), max(0, len(self.shape) - 1))
 
 
 @attrs.frozen
@@ -242,6 +255,11 @@ class Checkpoint:
         """
         self.dtype(name)
         return self._tensors[name].read_rows(self._file(name), name, start, stop, axes)
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor as its file stores it, some rows at a time. Copies and maps nothing, as ``rows`` does."""
+        self.dtype(name)
+        return self._tensors[name].pieces(name)
 
     def _file(self, name: str) -> Any:
         """The open file of a tensor."""

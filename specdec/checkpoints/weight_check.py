@@ -188,11 +188,11 @@ def _values(checkpoint: Checkpoint, found: TensorFormat, nothing: float = 0.0) -
     """
     if found.coding is not None:
         return found.coding.check()
-    tensor = checkpoint.load(found.tensors[0])
-    if tensor.numel() == 0:
+    ends = [torch.stack(torch.aminmax(piece)) for piece in checkpoint.pieces(found.tensors[0]) if piece.numel()]
+    if not ends:
         return True, False
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high)), bool((low == nothing) & (high == nothing))
+    found_ends = torch.stack(ends)
+    return bool(torch.isfinite(found_ends).all()), bool((found_ends == nothing).all())
 
 
 def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

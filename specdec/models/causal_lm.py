@@ -125,9 +125,9 @@ class CausalLM(ForwardPass):
         self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they return
         eager_reason = self._passes_with(()).eager_reason
         if model.mtp is not None:
-            self._mtp_passes = self._passes_of(self._run_mtp, model.mtp)
+            self._mtp_passes = self._passes_of(functools.partial(_run_mtp, model), model.mtp)
             self._later_passes = [
-                self._passes_of(functools.partial(self._run_later, head), head) for head in model.later_mtp
+                self._passes_of(functools.partial(_run_later, model, head), head) for head in model.later_mtp
             ]
             eager_reason = eager_reason or self._mtp_passes.eager_reason
         if eager_reason:
@@ -193,19 +193,7 @@ class CausalLM(ForwardPass):
     def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
         """Passes whose rows hold the state after the final norm and those at ``boundaries``, side by side."""
         if boundaries not in self._target_passes:
-
-            def run_layers(caches: Sequence[Any], tokens: Sequence[int], _: Array | None) -> Array:
-                x = self.model.embed(tokens, caches[0].length)
-                taken = [x] if 0 in boundaries else []
-                for k, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True), start=1):
-                    x = layer(x, cache)
-                    if k in boundaries:
-                        taken.append(x)
-                x = self.model.norm(x)
-                for hidden in taken:
-                    x = self.ops.concat(x, hidden)
-                return x
-
+            run_layers = functools.partial(_run_layers, self.model, boundaries)
             self._target_passes[boundaries] = self.ops.record_passes(run_layers, self._new_caches(1))
         return self._target_passes[boundaries]
 
@@ -347,18 +335,6 @@ class CausalLM(ForwardPass):
             state.pairs.mark(points)
 
     # --- MTP passes ------------------------------------------------------------------------------------------------
-
-    def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
-        assert self.model.mtp is not None
-        table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        # nobody reads what a prompt's rows put out, except a later module
-        prompt = len(tokens) > self.ops.capabilities.max_rows and not self.model.later_mtp
-        run = self.model.mtp.fill if prompt else self.model.mtp
-        return run(self.ops.embed(table, tokens), hidden, caches[0])
-
-    def _run_later(self, head: MtpHead, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
-        table = self.model.embed_tokens if head.embed_tokens is None else head.embed_tokens
-        return head(self.ops.embed(table, tokens), hidden, caches[0])
 
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
         cache, mtp_pass, pairs, later = state.mtp, state.mtp_pass, state.pairs, state.later
@@ -618,3 +594,37 @@ def _own(state: State) -> SequenceState:
 
 def _under(snapshot: Snapshot, prefix: str) -> dict[str, Array]:
     return {name.removeprefix(prefix): array for name, array in snapshot.arrays.items() if name.startswith(prefix)}
+
+
+# --- bodies of passes: functions of the model, as a CausalLM that its passes refer to would not be freed at once ------
+
+
+def _run_layers(
+    model: DecoderModel, boundaries: tuple[int, ...], caches: Sequence[Any], tokens: Sequence[int], _: Array | None
+) -> Array:
+    x = model.embed(tokens, caches[0].length)
+    taken = [x] if 0 in boundaries else []
+    for k, (layer, cache) in enumerate(zip(model.layers, caches, strict=True), start=1):
+        x = layer(x, cache)
+        if k in boundaries:
+            taken.append(x)
+    x = model.norm(x)
+    for hidden in taken:
+        x = model.ops.concat(x, hidden)
+    return x
+
+
+def _run_mtp(model: DecoderModel, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
+    assert model.mtp is not None
+    table = model.embed_tokens if model.mtp_embed_tokens is None else model.mtp_embed_tokens
+    # nobody reads what a prompt's rows put out, except a later module
+    prompt = len(tokens) > model.ops.capabilities.max_rows and not model.later_mtp
+    run = model.mtp.fill if prompt else model.mtp
+    return run(model.ops.embed(table, tokens), hidden, caches[0])
+
+
+def _run_later(
+    model: DecoderModel, head: MtpHead, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None
+) -> Array:
+    table = model.embed_tokens if head.embed_tokens is None else head.embed_tokens
+    return head(model.ops.embed(table, tokens), hidden, caches[0])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import re
 import shutil
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,6 +227,21 @@ def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, mat
         for drafter, weights in (("none", "auto"), ("ngram", "auto"), ("none", "decoded"))
     ]
     assert tokens[0].tokens == tokens[1].tokens == tokens[2].tokens
+
+
+@pytest.mark.parametrize("model", ["demo", "file"])
+def test_a_model_is_freed_with_its_last_reference(tmp_path: Path, model: str) -> None:
+    """At once: the collector does not count a model's gigabytes, so it may not run for a long time."""
+    lm = specdec.load(model if model == "demo" else str(write_gguf(tmp_path / "one.gguf", write_qwen2(tmp_path / "f"))))
+    lm.generate("one two one two", max_new_tokens=8)
+    target = weakref.ref(lm.target)
+    gc.collect()
+    gc.disable()
+    try:
+        del lm
+        assert target() is None
+    finally:
+        gc.enable()
 
 
 def test_weights_stay_as_a_file_has_them_with_a_notice_and_its_traffic_is_judged(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 import numpy as np
@@ -72,7 +72,12 @@ class GgufTensor(StoredTensor):
                 file=self.file,
             ) from error
 
+    def begin(self, stream: BinaryIO) -> int:
+        return self.start
+
     def read_rows(self, file: torch.Tensor, name: str, start: int, stop: int, axes: int) -> torch.Tensor:
+        if self.change is None:
+            return super().read_rows(file, name, start, stop, axes)
         whole = self.read(file, name)
         return whole.reshape(math.prod(self.shape[:axes]), *self.shape[axes:])[start:stop].clone()
 
