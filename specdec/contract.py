@@ -68,6 +68,8 @@ class ModelInfo:
         max_positions: tokens that a sequence may hold, prompt included.
         mtp_layers: 0 without an MTP head.
         mtp_reason: where the head was taken from if not from the weights, or why there is none.
+        pass_weights: how many weights the matrices of a pass have, the output head's included; 0 if unknown.
+        mtp_weights: the same for a draft step, without the output head.
         layers: decoder layers, whose boundaries ``Needs`` can name; 0 if the target gives no hidden states there.
         gives_hidden: whether the target gives the state after the final norm.
         max_rows: rows that one ``decode`` takes, the pending token included.
@@ -89,6 +91,8 @@ class ModelInfo:
     max_positions: int
     mtp_layers: int
     mtp_reason: str = ""
+    pass_weights: int = 0
+    mtp_weights: int = 0
     layers: int = 0
     gives_hidden: bool = True
     max_rows: int

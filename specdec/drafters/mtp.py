@@ -3,9 +3,9 @@
 The target feeds the head true pairs of hidden state and token (``specdec.contract.MtpPairs``); this drafter asks it for
 drafts and decides how each token is chosen.
 
-The output head takes most of the time of a draft step. With a draft vocabulary (``specdec vocab``) it covers only the
-ids of that file and of the sequence. Drafts are then drawn from the distribution over these ids; the output is the
-same.
+The output head takes most of the time of a draft step, so it is pruned to a draft vocabulary and the ids of the
+sequence (``specdec.drafters.pruned_head``). Drafts are then drawn from the distribution over these ids; the output is
+the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.sampling import CoupledDraft, is_plain
 
 @attrs.frozen(kw_only=True)
 class MtpConfig(PrunedHeadConfig):
-    """A cheaper head, and when to stop a draft early; the defaults do neither."""
+    """A cheaper head, and when to stop a draft early."""
 
 
 class MtpDrafter(Drafter):
@@ -38,7 +38,7 @@ class MtpDrafter(Drafter):
         self._choice: HeadChoice | None = None
         self._dead_ends = 0  # drafts that ended because sampling rules left no token of the vocabulary
         if env.shared is not None:
-            self._choice = HeadChoice(env.shared, max_miss=config.max_miss, max_extra=config.max_extra)
+            self._choice = HeadChoice(env.shared, config)
 
     def propose(self, context: Context, depth: int) -> Draft:
         head = None if self._choice is None else self._choice.follow(context)
@@ -70,7 +70,8 @@ class MtpDrafter(Drafter):
 
 def prepare(config: MtpConfig, env: PrepareEnv) -> PreparedVocabulary | None:
     """Read the draft vocabulary and gather its rows, once for all sequences."""
-    return config.prepare(env, env.target.draft_head)
+    info = env.target.info
+    return config.prepare(env, env.target.draft_head, info.mtp_weights, info.hidden_size)
 
 
 @hookimpl

@@ -14,6 +14,7 @@ import numpy as np
 
 from specdec.drafters.draft_vocabulary import DraftVocabulary, tokenizer_hash
 from specdec.errors import ConfigError
+from specdec.text.incremental import BYTE_OF
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,14 +32,16 @@ SIZES = tuple(1024 * 2**i for i in range(8))  # whose coverage is reported: 1k t
 def always_kept(tokenizer: Tokenizer) -> list[int]:
     """Ids in every draft vocabulary, ascending: special and added tokens, and single bytes."""
     core = tokenizer.core
-    kept = {*core.get_added_tokens_decoder(), *tokenizer.special_ids, *tokenizer.eos_ids}
-    if tokenizer.bos_id is not None:
-        kept.add(tokenizer.bos_id)
-    for piece, token in core.get_vocab(with_added_tokens=False).items():
-        is_byte = len(piece) == 1 if tokenizer.decodes_bytes else len(piece) == 6 and piece.startswith("<0x")
-        if is_byte:
-            kept.add(token)
-    return sorted(kept)
+    special = *core.get_added_tokens_decoder(), *tokenizer.special_ids, *tokenizer.eos_ids, tokenizer.bos_id
+    pieces = BYTE_OF if tokenizer.decodes_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    return sorted({token for token in (*special, *map(core.token_to_id, pieces)) if token is not None})
+
+
+def lowest_ids(tokenizer: Tokenizer, vocab_size: int, size: int) -> list[int]:
+    """The ``size`` ids that a text most likely has, from the tokenizer alone: in a BPE, merges that came first."""
+    always = [token for token in always_kept(tokenizer) if token < vocab_size]
+    lowest: list[int] = TokenCounts(vocab_size).ranking(always, vocab_size)[:size].tolist()
+    return lowest
 
 
 @attrs.define

@@ -67,4 +67,6 @@ class SyntheticVerifier(Verifier):
             if draw[0] >= self._conditional[min(place, len(self._conditional) - 1)]:
                 break
             accepted += 1
-        return Verdict(accepted, logits.argmax()[accepted])
+        # the drafted token even where it is rejected: what the target emits would be no text to any drafter
+        following = draft.tokens[min(accepted, len(draft.tokens) - 1)] if draft.tokens else logits.argmax()[0]
+        return Verdict(accepted, following)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -116,7 +117,13 @@ class CausalLM(ForwardPass):
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
         # a config may not say whether there is a head (Qwen3-Next); the weights decide
         mtp_layers = 0 if model.mtp is None else 1 + len(model.later_mtp)
-        self.info = attrs.evolve(info, mtp_layers=mtp_layers, layers=len(model.layers))
+        self.info = attrs.evolve(
+            info,
+            mtp_layers=mtp_layers,
+            layers=len(model.layers),
+            pass_weights=weights_of((model.layers, model.lm_head)),
+            mtp_weights=0 if model.mtp is None else weights_of(model.mtp),
+        )
         if model.embed_scale != 1.0:
             dtype = model.ops.to_host(model.ops.embed(model.embed_tokens, [0])).dtype
             model = attrs.evolve(model, embed_scale=torch.tensor(model.embed_scale, dtype=dtype).item())
@@ -570,6 +577,26 @@ class CausalLM(ForwardPass):
 
 def _always(length: int) -> bool:
     return True
+
+
+def weights_of(part: Any) -> int:
+    """How many weights the matrices of a layer, a network or a tuple of these have, apart from a head of its own."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        shape = getattr(value, "shape", None)
+        if isinstance(shape, tuple):
+            found[id(value)] = math.prod(shape) if len(shape) > 1 else 0
+        elif isinstance(value, tuple | list):
+            for item in value:
+                visit(item)
+        elif attrs.has(type(value)):
+            for field in attrs.fields(type(value)):
+                if field.name not in ("ops", "lm_head", "embed_tokens"):
+                    visit(getattr(value, field.name))
+
+    visit(part)
+    return sum(found.values())
 
 
 class PrunedHead(DraftHead):

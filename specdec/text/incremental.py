@@ -39,7 +39,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
@@ -48,7 +48,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     if not tokenizer.decodes_bytes:
         return tokenizer.decode([token], skip_special=False).encode()
     try:
-        return bytes(_BYTE_OF[character] for character in piece)
+        return bytes(BYTE_OF[character] for character in piece)
     except KeyError:  # for example, an added token with a space is not in the byte alphabet
         return piece.encode()
 

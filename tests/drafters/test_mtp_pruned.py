@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from specdec.contract import ForwardPass, Needs, PrepareEnv
+from specdec.contract import Context, DrafterEnv, DraftHead, ForwardPass, Needs, PrepareEnv
 from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
@@ -41,15 +42,35 @@ vocabularies = st.one_of(
 )
 
 
-def model_of(folder: pathlib.Path, target: ForwardPass, config: MtpConfig, kept: tuple[int, ...], depth: int) -> Any:
-    """A language model whose drafter is pruned, rows gathered as ``prepare`` does."""
+def model_of(
+    folder: pathlib.Path,
+    target: ForwardPass,
+    config: MtpConfig,
+    kept: tuple[int, ...],
+    depth: int,
+    switches: Sequence[bool] = (),
+) -> Any:
+    """A language model whose drafter is pruned, rows gathered as ``prepare`` does; ``switches``: full head instead."""
     shared = PreparedVocabulary.of(target.draft_head(kept), target.info.vocab_size)
-    return tiny.make_lm(
-        folder,
-        target,
-        lambda env: MtpDrafter(config, attrs.evolve(env, shared=shared)),
-        lambda: FixedPolicy(FixedConfig(depth=depth)),
-    )
+
+    def make(env: DrafterEnv) -> MtpDrafter:
+        drafter = MtpDrafter(config, attrs.evolve(env, shared=shared))
+        if switches:
+            switched(drafter, switches)
+        return drafter
+
+    return tiny.make_lm(folder, target, make, lambda: FixedPolicy(FixedConfig(depth=depth)))
+
+
+def switched(drafter: Any, switches: Sequence[bool]) -> None:
+    """Let the drafter take the full head where ``switches`` say so, in turn."""
+    follow, turns = drafter._choice.follow, itertools.cycle(switches)
+
+    def switching(context: Context) -> DraftHead | None:
+        head: DraftHead | None = follow(context)
+        return None if next(turns) else head
+
+    drafter._choice.follow = switching
 
 
 @settings(max_examples=settings().max_examples // 2)  # sessions over a whole model, four runs each
@@ -61,6 +82,7 @@ def model_of(folder: pathlib.Path, target: ForwardPass, config: MtpConfig, kept:
     temperature=st.sampled_from([0.0, 0.0, 0.4, 1.5]),
     seed=st.integers(0, 2**63 - 1),
     turn=st.sampled_from(["on", "fork", "save", "rewind"]),
+    switches=st.lists(st.booleans(), max_size=6),
     extra=st.sampled_from([{}, {}, {"top_k": 4}, {"presence_penalty": 1.0}, {"banned": tuple(range(0, VOCAB, 2))}]),
 )
 def test_strict_output_is_that_of_plain_decoding(
@@ -74,20 +96,25 @@ def test_strict_output_is_that_of_plain_decoding(
     temperature: float,
     seed: int,
     turn: str,
+    switches: list[bool],
     extra: dict[str, Any],
 ) -> None:
-    """Two turns of a session; between them it goes on, is forked, saved and loaded, or goes back."""
+    """Two turns of a session; between them it goes on, is forked, saved and loaded, or goes back.
+
+    The head is pruned or full as misses decide, and at any cycle beside that.
+    """
     folder = checkpoint("qwen3_5", **tiny.HYBRID)
     target = make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     sampling = {"max_new_tokens": GENERATED, "ignore_eos": True, "temperature": temperature, "seed": seed, **extra}
-    plain, session = tiny.make_lm(folder, target).session(), model_of(folder, target, config, kept, depth).session()
+    plain, lm = tiny.make_lm(folder, target).session(), model_of(folder, target, config, kept, depth, switches)
+    session = lm.session()
     for number, prompt in enumerate(prompts):
         if number and turn == "fork":
             session = session.fork()
         elif number and turn == "save":
             file = tmp_path_factory.getbasetemp() / "pruned.session"
             session.save(file)
-            session = model_of(folder, target, config, kept, depth).session()
+            session = lm.session()
             session.load(file)
         elif number and turn == "rewind":
             length = len(session.tokens) - 7
@@ -154,7 +181,7 @@ def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
 class ManyTurns(MtpConfig):
     """An id is added and dropped, both heads run, and the gate closes."""
 
-    vocabulary: str | None = "kit"
+    vocabulary: str = "kit"
     max_extra: int = 1
     max_miss: float = 0.03
     min_confidence: float = 0.3

@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from specdec.contract import Context, DraftHead
-from specdec.drafters.pruned_head import WINDOW, HeadChoice, PreparedVocabulary
+from specdec.drafters.pruned_head import WINDOW, HeadChoice, PreparedVocabulary, PrunedHeadConfig
 
 VOCAB = 40
 
@@ -30,35 +30,29 @@ class Head(DraftHead):
         return Head((*self.ids, *tokens), self.log)
 
 
-def choice(kept: range | list[int], *, max_miss: float = 0.1, max_extra: int = 2048) -> HeadChoice:
-    head = Head(tuple(kept), [])
-    return HeadChoice(PreparedVocabulary.of(head, VOCAB), max_miss=max_miss, max_extra=max_extra)
+def choice(kept: range | list[int], **settings: Any) -> HeadChoice:
+    return HeadChoice(PreparedVocabulary.of(Head(tuple(kept), []), VOCAB), PrunedHeadConfig(**settings))
 
 
-def expected(
-    tokens: list[int], start: int, kept: list[int], max_miss: float, max_extra: int
-) -> tuple[set[int], float, bool]:
+def expected(tokens: list[int], kept: list[int], max_miss: float, max_extra: int) -> tuple[set[int], float, bool]:
     """The definition, with nothing kept between tokens but what it speaks of: added ids, share, head."""
     added: list[int] = []  # by last occurrence
     history: list[int] = []  # 1 for each miss
     full = False
-    for position, token in enumerate(tokens):
+    for token in tokens:
         outside = token not in kept and token not in added
         if token not in kept and max_extra:
             added = [a for a in added if a != token] + [token]
             if len(added) > max_extra:
                 added = added[max(1, max_extra // 4) :]
-        if position >= start:
-            history.append(int(outside))
-            share = sum(m * (1 - 1 / WINDOW) ** age for age, m in enumerate(reversed(history))) / WINDOW
-            full = share > (max_miss / 2 if full else max_miss)
-    share = sum(m * (1 - 1 / WINDOW) ** age for age, m in enumerate(reversed(history))) / WINDOW
+        history.append(int(outside))
+        share = sum(m * (1 - 1 / WINDOW) ** age for age, m in enumerate(reversed(history))) / WINDOW
+        full = share > (max_miss / 2 if full else max_miss)
     return set(added), share, full
 
 
 @given(
     tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=120),
-    start=st.integers(0, 120),
     kept=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30, unique=True),
     max_miss=st.sampled_from([0.0, 0.03, 0.1, 0.5, 1.0]),
     max_extra=st.sampled_from([0, 1, 3, 8, 2048]),
@@ -66,17 +60,16 @@ def expected(
     rewound=st.booleans(),
 )
 def test_the_choice_is_a_function_of_the_tokens(
-    tokens: list[int], start: int, kept: list[int], max_miss: float, max_extra: int, cuts: list[int], rewound: bool
+    tokens: list[int], kept: list[int], max_miss: float, max_extra: int, cuts: list[int], rewound: bool
 ) -> None:
-    start = min(start, len(tokens))
     followed = choice(kept, max_miss=max_miss, max_extra=max_extra)
     if rewound:  # a past that is not this one
-        followed.follow(Context([(t + 1) % VOCAB for t in tokens], generated_from=start))
+        followed.follow(Context([(t + 1) % VOCAB for t in tokens]))
         followed.forget()
     for cut in sorted(cuts):
-        followed.follow(Context(tokens[:cut], generated_from=start))
-    head = followed.follow(Context(tokens, generated_from=start))
-    added, share, full = expected(tokens, start, kept, max_miss, max_extra)
+        followed.follow(Context(tokens[:cut]))
+    head = followed.follow(Context(tokens))
+    added, share, full = expected(tokens, kept, max_miss, max_extra)
     assert abs(followed.share - share) < 1e-9
     if abs(share - max_miss) > 1e-6 and abs(share - max_miss / 2) > 1e-6:
         assert followed.full == full
@@ -90,9 +83,9 @@ def test_the_choice_is_a_function_of_the_tokens(
 
 def test_added_rows_are_asked_for_once() -> None:
     head = Head(tuple(range(10)), [])
-    followed = HeadChoice(PreparedVocabulary.of(head, VOCAB), max_miss=1.0, max_extra=100)
+    followed = HeadChoice(PreparedVocabulary.of(head, VOCAB), PrunedHeadConfig(max_miss=1.0, max_extra=100))
     tokens = [1, 20, 2, 21, 20]
     for end in range(1, len(tokens) + 1):
-        followed.follow(Context(tokens[:end], generated_from=1))
-    followed.follow(Context(tokens, generated_from=1))
+        followed.follow(Context(tokens[:end]))
+    followed.follow(Context(tokens))
     assert head.log == [(20,), (21,)]

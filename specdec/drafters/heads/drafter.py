@@ -1,8 +1,8 @@
 """Draft with a trained head: follow the target's hidden states, and keep the head's own keys and values.
 
-The ledger of pairs (hidden state of token i, token i + 1) is the one of the MTP head (``MtpPairs``). The drafter owns
-it: the target knows nothing of the head, whose fc shrinks the states before they are kept. True pairs replace whatever
-a draft has appended.
+The ledger of pairs (hidden states of token i, token i + 1) is the one of the MTP head (``MtpPairs``). The drafter owns
+it: the target knows nothing of the head. Pairs wait, as the target gave them, until a draft needs them, so that a head
+costs next to nothing while nothing is drafted. True pairs replace whatever a draft has appended.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import attrs
 import numpy as np
@@ -38,12 +38,12 @@ from specdec.contract import (
 from specdec.drafters.follower import foreign
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import Surroundings
+from specdec.drafters.heads.network import States, Surroundings
 from specdec.drafters.heads.refiner import Block, Marginals, Refiner
 from specdec.drafters.logits import MappedLogits
-from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
+from specdec.drafters.pruned_head import AUTO, FULL, HeadChoice, PreparedVocabulary, PrunedHeadConfig
 from specdec.errors import ConfigError, PromptError
-from specdec.models.causal_lm import PrunedHead
+from specdec.models.causal_lm import PrunedHead, weights_of
 from specdec.text import common_prefix
 
 FEED_ROWS = 512  # pairs per pass of the head; bounds the memory of a long prompt
@@ -93,12 +93,15 @@ class PreparedHead:
         return None if self.layout.tokens is None else np.array(self.layout.tokens, np.int64)
 
 
-def prepared_vocabulary(config: HeadConfig, layout: Layout, around: Surroundings, env: PrepareEnv) -> Any:
-    """The rows of the output head for ``drafter.vocabulary``; None without one.
+def prepared_vocabulary(
+    config: HeadConfig, layout: Layout, around: Surroundings, env: PrepareEnv, network: Any, refiner: Refiner | None
+) -> Any:
+    """The rows of the output head for ``drafter.vocabulary``; None for the full head.
 
-    Raises: ConfigError if the head has a reduced vocabulary of its own.
+    Raises: ConfigError for a file if the head has a reduced vocabulary of its own.
     """
-    if config.vocabulary is None:
+    reads_all = layout.tokens is not None or not isinstance(refiner, Marginals | None)
+    if reads_all and config.vocabulary in (AUTO, FULL):
         return None
     if layout.tokens is not None:
         raise ConfigError(
@@ -111,13 +114,11 @@ def prepared_vocabulary(config: HeadConfig, layout: Layout, around: Surroundings
             raise PromptError(f"a token id is outside the vocabulary (0 to {around.vocab_size - 1})")
         return PrunedHead(around, [around.ops.head_rows(around.lm_head, tokens, *rows)], pruned)
 
-    return config.prepare(env, pruned)
+    return config.prepare(env, pruned, weights_of(network), layout.geometry.hidden)
 
 
 class HeadDrafter(Drafter):
     """What drafting with any head has in common: the ledger of states, feeding, rewinding and saving."""
-
-    _after: ClassVar[int] = 1  # entry i of the caches is made with the token of position i + this
 
     def __init__(self, config: HeadConfig, env: DrafterEnv) -> None:
         self._head: PreparedHead = env.shared
@@ -127,7 +128,7 @@ class HeadDrafter(Drafter):
         self._gate = DraftGate(config.min_confidence, config.min_margin)
         self._choice: HeadChoice | None = None
         if self._head.vocabulary is not None:
-            self._choice = HeadChoice(self._head.vocabulary, max_miss=config.max_miss, max_extra=config.max_extra)
+            self._choice = HeadChoice(self._head.vocabulary, config)
         self._pairs = MtpPairs()
         self._fed_tokens: list[int] = []  # of the pairs in the caches
         self._unsure = False  # whether those are to be compared with the context
@@ -153,22 +154,21 @@ class HeadDrafter(Drafter):
         self._compare(context)
         rows = verdict.accepted + 1
         self._add(context, output, rows, len(context) - 1 - rows)
-        if self._pairs.waiting > IDLE_ROWS:
-            self._feed()
 
     def _add(self, context: Context, output: ForwardOutput, rows: int, before: int) -> None:
         """Add the states of ``rows`` committed rows that follow ``before`` tokens, unless the ledger has a gap."""
         skipped = self._pairs.length - before
         if 0 <= skipped < rows:
-            fused = self._head.network.fused(self._around.states(output, rows))
-            hidden = self._around.ops.hidden(fused)[skipped:]
-            self._pairs.add(context[before + skipped : before + rows], hidden, before + skipped)
+            states = self._around.states(output)[skipped:rows]
+            self._pairs.add(context[before + skipped : before + rows], states, before + skipped)
+            if self._pairs.waiting > IDLE_ROWS:
+                self._feed()
 
     def _compare(self, context: Context) -> None:
         """After a rewind or a restore: drop pairs whose tokens are others than those that came."""
         if self._unsure and len(context) > self._pairs.fed:
             self._unsure = False
-            shared = common_prefix(self._fed_tokens, context[self._after : self._pairs.fed + self._after])
+            shared = common_prefix(self._fed_tokens, context[1 : self._pairs.fed + 1])
             if shared < self._pairs.fed:
                 self._cut(shared)
 
@@ -192,10 +192,17 @@ class HeadDrafter(Drafter):
     def _feed(self) -> None:
         """Run the waiting pairs through the head, except the last one, whose token is pending."""
         if self._pairs.waiting > 1:
-            tokens, hidden = self._pairs.take()
-            array = self._around.ops.array(hidden)
+            tokens, states = self._pairs.take()
             for at in range(0, len(tokens), FEED_ROWS):
-                self._run_true(tokens[at : at + FEED_ROWS], array[at : at + FEED_ROWS])
+                self._run_true(tokens[at : at + FEED_ROWS], self._fused(states[at : at + FEED_ROWS]))
+
+    def _fused(self, states: Any) -> Array:
+        return self._head.network.fused(self._around.joined(states))
+
+    def _waiting(self, context: Context) -> tuple[list[int], Array]:
+        """Remove the waiting pairs: their tokens, the pending one last, and their fused states."""
+        tokens, states = self._pairs.take(context[-1])
+        return tokens, self._fused(states)
 
     def _run_true(self, tokens: Sequence[int], hidden: Array, masked: int = 0) -> Array:
         """A pass over true pairs, which stay in the caches, and ``masked`` rows, which do not."""
@@ -263,7 +270,7 @@ class HeadDrafter(Drafter):
         caches = enumerate(self._caches)
         arrays = {f"{i}.{name}": ops.to_host(a) for i, cache in caches for name, a in cache.save().items()}
         if self._pairs.last is not None:
-            arrays["last"] = ops.to_host(ops.array(self._pairs.last)).clone()
+            arrays["states"] = ops.to_host(self._around.joined(cast("States", self._pairs.last))).clone()
         return DrafterSnapshot({**arrays, "tokens": np.array(self._fed_tokens, np.int64)}, self._identity())
 
     def _identity(self) -> dict[str, int | str]:
@@ -286,8 +293,9 @@ class HeadDrafter(Drafter):
                     {name.split(".", 1)[1]: ops.from_host(torch.as_tensor(a)) for name, a in own.items()}, len(tokens)
                 )
             self._pairs.fed = len(tokens)
-            if "last" in saved.arrays:
-                self._pairs.resume(len(tokens), [], ops.hidden(ops.from_host(torch.as_tensor(saved.arrays["last"]))))
+            if "states" in saved.arrays:
+                last = ops.from_host(torch.as_tensor(saved.arrays["states"]))
+                self._pairs.resume(len(tokens), [], self._around.parted(last))
         except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors
             self._pairs = MtpPairs()
             self._truncate()
@@ -311,11 +319,10 @@ class EagleDrafter(HeadDrafter):
     """EAGLE-3: the first token from the true pairs, each further one from a step over the head's own state."""
 
     def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
-        ops, network = self._around.ops, self._head.network
+        network = self._head.network
         if self._pairs.waiting > WAITING_ROWS:
             self._feed()
-        tokens, hidden = self._pairs.take(context[-1])
-        x = self._run_true(tokens, ops.array(hidden))[-1:]
+        x = self._run_true(*self._waiting(context))[-1:]
         while drawing.next(self._head.logits(network.logit_norm(x), choice)) is not None:
             if len(drawing.tokens) == depth:
                 return
@@ -330,32 +337,29 @@ class ParallelDrafter(HeadDrafter):
         ops, network = self._around.ops, self._head.network
         if self._pairs.waiting + depth - 1 > self._rows:
             self._feed()
-        tokens, hidden = self._pairs.take(context[-1])
-        rows = hidden.join([self._head.masked] * (depth - 1)) if depth > 1 else hidden
-        x = self._run_true(tokens, ops.array(rows), depth - 1)
+        tokens, fused = self._waiting(context)
+        rows = ops.array(ops.hidden(fused).join([self._head.masked] * (depth - 1))) if depth > 1 else fused
+        x = self._run_true(tokens, rows, depth - 1)
         drawing.rows(self._head.logits(network.logit_norm(x[-depth:]), choice))
 
 
 class BlockDrafter(HeadDrafter):
     """DFlash and what refines it: a block of rows in one pass, over keys made of the target's states."""
 
-    _after = 0
-
-    def _add(self, context: Context, output: ForwardOutput, rows: int, before: int) -> None:
-        skipped = self._pairs.length - before
-        if 0 <= skipped < rows:
-            features = self._head.network.fused(self._around.states(output, rows))[skipped:]
-            self._truncate()
-            self._head.network.extend(self._caches, features)
-            self._pairs.fed += rows - skipped
-            self._fed_tokens += context[before + skipped : before + rows]
-
     def _ready(self) -> bool:
         return True
+
+    def _run(self, tokens: Sequence[int], hidden: Array, kept: int, true: int) -> Array:
+        self._head.network.extend(self._caches, hidden)
+        return hidden
 
     def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
         head, around, layout = self._head, self._around, self._head.layout
         assert layout.mask_token is not None
+        if self._pairs.waiting > WAITING_ROWS:
+            self._feed()
+        if self._pairs.waiting:
+            self._run_true(*self._waiting(context))
         self._truncate()
         tokens = [context[-1], *[layout.mask_token] * (layout.block_size - 1)]
         rows = head.network(self._caches, around.ops.embed(around.embed_tokens, tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -18,6 +18,9 @@ from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Geometry, Layout
 from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
+
+if TYPE_CHECKING:
+    from specdec.exchange import Float32
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +73,25 @@ def mlp(weights: Weights, geometry: Geometry) -> GatedMlp:
     return GatedMlp.of(weights.under("mlp."), geometry.hidden, geometry.intermediate)
 
 
+class States(Hidden):
+    """The states of T rows at n places in the target, kept apart: joining them is work that a head may never need."""
+
+    def __init__(self, parts: Sequence[Hidden]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def __getitem__(self, rows: slice) -> States:
+        return States([part[rows] for part in self.parts])
+
+    def join(self, others: Sequence[Any]) -> States:
+        return States([part.join([other.parts[i] for other in others]) for i, part in enumerate(self.parts)])
+
+    def rows(self) -> Float32:
+        return np.concatenate([part.rows() for part in self.parts], axis=1)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Surroundings:
     """What a head computes with beside its own weights.
@@ -98,11 +120,20 @@ class Surroundings:
         """Of activations."""
         return self.ops.to_host(self.ops.embed(self.embed_tokens, [0])).dtype
 
-    def states(self, output: ForwardOutput, rows: int) -> Array:
-        """The states of the first ``rows`` rows side by side, ``[rows, n * H_t]``, as ``fc`` joins them."""
+    def states(self, output: ForwardOutput) -> States:
+        """The states that the head reads, in the order in which ``fc`` joins them."""
         states = [output.boundaries[k] for k in self.needs.boundaries]
-        states += [output.need_hidden()] if self.needs.final_hidden else []
-        return functools.reduce(self.ops.concat, (self.array(hidden[:rows]) for hidden in states))
+        return States([*states, *([output.need_hidden()] if self.needs.final_hidden else [])])
+
+    def joined(self, states: States) -> Array:
+        """Side by side, ``[T, n * H_t]``."""
+        return functools.reduce(self.ops.concat, map(self.array, states.parts))
+
+    def parted(self, joined: Array) -> States:
+        """``joined`` states apart again."""
+        count = len(self.needs.boundaries) + self.needs.final_hidden
+        size = joined.shape[1] // count
+        return States([self.ops.hidden(joined[:, at * size : (at + 1) * size]) for at in range(count)])
 
 
 def ops_for(shared: SharedWeights, target: ForwardPass) -> Ops:

@@ -86,7 +86,7 @@ def _prepared(
         around=around,
         fingerprint=fingerprint,
         name=config.model,
-        vocabulary=prepared_vocabulary(config, layout, around, env),
+        vocabulary=prepared_vocabulary(config, layout, around, env, network, head_refiner),
         passes=_passes(network, layout, around),
         masked=None if masked is None else around.ops.hidden(network.fused(around.ops.embed(masked, [0]))),
         refiner=head_refiner,

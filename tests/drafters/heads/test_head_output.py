@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -20,10 +21,13 @@ from specdec.contract import Context, DrafterEnv, DraftNoise, ModelInfo, Prepare
 from specdec.drafters import gate
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.drafters.heads.untrained import write_untrained
+from specdec.drafters.pruned_head import PreparedVocabulary
+from specdec.models.causal_lm import PrunedHead
 from specdec.testing import TableModel
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
+from tests.drafters.test_mtp_pruned import switched
 from tests.selection import examples
 from tests.verifiers.enumeration import distance, emitted, joint_of, random_laws, sampled_drafts
 
@@ -46,20 +50,32 @@ def made(kind: str, env: DrafterEnv) -> Any:
 def test_the_output_is_that_of_plain_decoding(
     kind: str, family: str, kernels: str, make_target: Callable[..., Any]
 ) -> None:
-    """Greedy and sampled, at any depths, over a real family's hidden states."""
+    """Greedy and sampled, at any depths, over a real family's hidden states, with any head at any cycle."""
     target = make_target(family, kernels=kernels)
     shared = prepared(kind, target)
-    verifier = StrictVerifier()
+    around, verifier = shared.around, StrictVerifier()
+
+    def pruned(tokens: Any, rows: Any = ()) -> PrunedHead:
+        return PrunedHead(around, [around.ops.head_rows(around.lm_head, tokens, *rows)], pruned)
 
     @examples(20)
     @given(
         prompt=st.lists(st.integers(0, 200), min_size=1, max_size=30),
         depths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
         sampling=st.sampled_from([Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.7, top_k=5)]),
+        kept=st.lists(st.integers(0, 200), max_size=40),
+        switches=st.lists(st.booleans(), min_size=1, max_size=6),
     )
-    def check(prompt: list[int], depths: list[int], sampling: Sampling) -> None:
-        make = functools.partial(made, kind)
-        options: dict[str, Any] = {"needs": shared.around.needs, "shared": shared}
+    def check(prompt: list[int], depths: list[int], sampling: Sampling, kept: list[int], switches: list[bool]) -> None:
+        vocabulary = PreparedVocabulary.of(pruned(kept), target.info.vocab_size) if kept else None
+
+        def make(env: DrafterEnv) -> Any:
+            drafter = made(kind, env)
+            if kept:
+                switched(drafter, switches)
+            return drafter
+
+        options: dict[str, Any] = {"needs": around.needs, "shared": attrs.evolve(shared, vocabulary=vocabulary)}
         got, stats = run_engine(target, verifier, make, prompt, 12, depths, sampling, **options)
         assert got == plain_decoding(target, verifier, prompt, 12, sampling)
         assert not stats.inactive_reason

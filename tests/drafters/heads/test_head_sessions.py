@@ -12,6 +12,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import specdec
+from specdec.drafters.heads import drafter
 from specdec.drafters.heads.drafter import HeadConfig
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.testing import Subject, as_subject
@@ -47,6 +48,7 @@ def with_head(base: Any) -> Callable[..., Any]:
 steps = st.one_of(
     st.tuples(st.just("cycle"), st.integers(0, 8), st.integers(0, 8), st.integers(0, 276)),
     st.tuples(st.just("cycle"), st.integers(1, 8), st.integers(1, 8), st.integers(0, 276)),
+    st.tuples(st.just("pause"), st.integers(1, 12), st.just(0), st.integers(0, 276)),
     st.tuples(st.just("rewind"), st.floats(0.2, 1.0), st.just(0), st.just(0)),
     st.tuples(st.just("feed"), st.lists(st.integers(0, 276), min_size=1, max_size=12), st.integers(1, 5), st.just(0)),
     st.tuples(st.just("restore"), st.booleans(), st.just(0), st.just(0)),
@@ -56,6 +58,7 @@ steps = st.one_of(
 WHOLE_LIFE: list[tuple[str, Any, Any, Any]] = [
     ("cycle", 8, 5, 9),
     ("cycle", 6, 0, 9),
+    ("pause", 12, 0, 9),
     ("restore", True, 0, 0),
     ("cycle", 4, 4, 9),
     ("rewind", 0.6, 0, 0),
@@ -70,14 +73,16 @@ WHOLE_LIFE: list[tuple[str, Any, Any, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(KINDS, sample=["eagle3"]))
 def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_start(
-    kind: str, make_target: Callable[..., Any]
+    kind: str, make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, accepted and rejected rows, rewinds, saved and lost states leave what one chunk of the tokens leaves.
+    """Chunks, accepted and rejected rows, pauses, rewinds, saved and lost states leave what one chunk of tokens leaves.
 
     The native kernels promise it; the torch reference sums a prompt's recurrence in another order than single rows.
     """
     if "native" not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
+    for limit, rows in {"IDLE_ROWS": 10, "WAITING_ROWS": 4, "FEED_ROWS": 3}.items():
+        monkeypatch.setattr(drafter, limit, rows)
     target = make_target("qwen3_5", kernels="native", max_positions=CAPACITY)
     subject: Any = as_subject(Subject.DRAFTER, SPECS[kind], HeadConfig(model="random"))
     subject = attrs.evolve(subject, needs=subject.prepare(target).around.needs)
@@ -94,7 +99,10 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
         played = ScriptedSession.start(subject, model=target)
         played.feed(prompt, chunk)
         for what, first, second, third in story:
-            if what == "cycle":
+            if what == "pause":  # shorter and longer than what may wait
+                for _ in range(first):
+                    played.cycle(0, 0, third)
+            elif what == "cycle":
                 draft = played.cycle(first, second, third)
                 seen["drafted"] += len(draft.tokens)
                 seen["accepted"] += min(second, len(draft.tokens))
