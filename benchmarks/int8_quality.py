@@ -1,21 +1,27 @@
 """What int8 activations cost in quality: perplexity, and how far the distributions move, on a text file.
 
-    python -m benchmarks.int8_quality FILE.gguf --text wikitext2_test.txt [--tokens 4096] [--window 512] [--json FILE]
+    python -m benchmarks.int8_quality FILE.gguf --text wikitext2_test.txt [--tokens 4096] [--window 512]
+        [--peer PYTHON] [--json FILE]
 
 The text is cut into windows, of which every token but the first is predicted from those before it. Each arm is a dtype
 with ``target.activations``; it is compared with the first, float32 as it is: the mean divergence (Kullback-Leibler, in
-nats) and how often both have the same best token.
+nats) and how often both have the same best token. ``--peer`` adds llama.cpp, as in ``benchmarks.released``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import specdec
+from benchmarks.against_llama_cpp import Theirs
 from benchmarks.common import machine, save
 
 ARMS = {"float32": ("float32", "float"), "bfloat16": ("bfloat16", "float")}
@@ -34,12 +40,20 @@ def log_probs(target: Any, tokens: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def theirs(peer: Theirs, model: str, tokens: list[int]) -> torch.Tensor:
+    """As ``log_probs``, of llama.cpp."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer.ask("logits", model, 0, tokens[:-1], f"{folder}/logits.npy")
+        return torch.from_numpy(np.load(f"{folder}/logits.npy")).log_softmax(-1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--peer", type=Path, metavar="PYTHON")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.machine = machine()
@@ -47,16 +61,21 @@ def main() -> None:
         name: specdec.load(options.model, drafter="none", dtype=dtype, activations=activations)
         for name, (dtype, activations) in ARMS.items()
     }
+    arms: dict[str, Callable[[list[int]], torch.Tensor]] = {
+        name: functools.partial(log_probs, model.target) for name, model in models.items()
+    }
+    if options.peer:
+        arms["llama.cpp"] = functools.partial(theirs, Theirs(options.peer, options.window), options.model)
     tokens = models["float32"].tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in arms}
     predicted = 0
     for start in range(0, len(tokens) - options.window + 1, options.window):
         window = tokens[start : start + options.window]
         following = torch.tensor(window[1:])
         predicted += len(following)
         exact = None
-        for name, model in models.items():
-            found = log_probs(model.target, window)
+        for name, arm in arms.items():
+            found = arm(window)
             exact = found if exact is None else exact
             sums[name] += torch.stack(
                 [
@@ -65,16 +84,15 @@ def main() -> None:
                     (exact.argmax(-1) == found.argmax(-1)).double().sum(),
                 ]
             )
-    arms = {
+    report = {
         name: {
             "perplexity": float((loss / predicted).exp()),
             "divergence": float(off / predicted),
             "same_best": float(same / predicted),
-            "weights": models[name].info.weights,
         }
         for name, (loss, off, same) in sums.items()
     }
-    save({"model": options.model, "tokens": predicted, "arms": arms}, options)
+    save({"model": options.model, "tokens": predicted, "arms": report}, options)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ It runs in a process and an environment of its own, which needs llama-cpp-python
 input is a request and gets a line of JSON. ``["decode", "Q8_0", 16]`` decodes 16 tokens one at a time after what was
 decoded before, and ``["prompt", "BF16", 512]`` runs a prompt in an empty context, with the shape of CONFIG, written
 into FOLDER; the answer is the seconds it took. ``["generate", "FILE.gguf", 16, [1, 2]]`` continues the prompt by the
-best 16 tokens, end tokens included; the answer has ``seconds`` without the prompt's, and ``tokens``.
+best 16 tokens, end tokens included; the answer has ``seconds`` without the prompt's, and ``tokens``. ``["logits",
+"FILE.gguf", 0, [1, 2], "FILE.npy"]`` writes the logits of the tokens, float32 ``[2, V]``.
 """
 
 from __future__ import annotations
@@ -140,12 +141,16 @@ class Model:
     def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
         self.empty()
         self.feed(prompt[:-1])
-        size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         tokens, token, started = [], prompt[-1], perf_counter()
         for _ in range(count):
-            token = int(np.ctypeslib.as_array(self.feed([token]), (size,)).argmax())
+            token = int(self.logits(token).argmax())
             tokens.append(token)
         return {"seconds": perf_counter() - started, "tokens": tokens}
+
+    def logits(self, token: int) -> Any:
+        """Append a token; its logits, which the next one overwrites."""
+        size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        return np.ctypeslib.as_array(self.feed([token]), (size,))
 
     def feed(self, tokens: list[int]) -> Any:
         """Append tokens; the logits of the last one."""
@@ -166,11 +171,20 @@ def main() -> None:
     for line in sys.stdin:
         what, form, count, *prompt = json.loads(line)
         if form not in models:
-            path = Path(form) if what == "generate" else in_format(Path(sys.argv[3]), json.loads(sys.argv[4]), form)
+            path = (
+                Path(form)
+                if what in ("generate", "logits")
+                else in_format(Path(sys.argv[3]), json.loads(sys.argv[4]), form)
+            )
             models[form] = Model(path, context, threads)
         model = models[form]
         if what == "generate":
             print(json.dumps(model.generate(prompt[0], count)), flush=True)
+            continue
+        if what == "logits":
+            model.empty()
+            np.save(prompt[1], np.stack([model.logits(token).copy() for token in prompt[0]]))
+            print("null", flush=True)
             continue
         tokens = [(37 * i) % BYTE_TOKENS for i in range(count)]
         if what == "prompt":

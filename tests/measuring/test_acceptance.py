@@ -206,5 +206,4 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
     run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
     report = run.run()
     assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
-    assert [row["verdict"] for row in report.rows()] == [None] * 4
     json.dumps(report.to_dict(), allow_nan=False)
