@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.backends.cpu.arrays import CPU
 from specdec.backends.cpu.tape import Kernel
+from specdec.checkpoints.quantised.stored import RowParts
 
 if TYPE_CHECKING:
     from specdec.backends.cpu.library import Kernels
@@ -30,6 +31,7 @@ HEADER, MAX_GROUP, COLUMNS = 512, 128, 8  # kernels/packed.h; columns of a word,
 _INNER, _OUTER = 1, 2
 _NIBBLES, _INTEGERS, _HALVES, _E4M3, _FIVES, _SIXES = range(6)
 _SPLIT = {32: (_FIVES, 32), 64: (_SIXES, 16)}  # by number of values: the kind, and its columns per step
+_ROWS = 4096  # of codes, searched at once
 _SIDES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _MAGNITUDES = {
     _INTEGERS: torch.arange(128, dtype=torch.float32),
@@ -38,7 +40,7 @@ _MAGNITUDES = {
 }
 
 
-class _Header(ctypes.Structure):
+class Header(ctypes.Structure):
     """``Packed`` of kernels/packed.h."""
 
     _fields_ = (
@@ -77,9 +79,9 @@ class Packer:
     def __init__(self, kernels: Kernels, threads: Threads, *, int8: Set[str] = frozenset()) -> None:
         self._int8 = int8
         self._bytes = kernels.function("packed_bytes", "p", ctypes.c_int64)
-        self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppppiiip", threads=threads)
+        self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppppiiipi", threads=threads)
+        self._pack_blocks = Kernel(kernels, "pack_blocks", "ppiippi", threads=threads)
         self._is_file = kernels.function("is_file", "pi", ctypes.c_int64)
-        self._release = kernels.function("release_pages", "pi")
         self._pack_rows = Kernel(kernels, "pack_rows", "ppp", threads=threads)
 
     def pack(self, matrix: StoredMatrix) -> Tensor | None:
@@ -87,8 +89,13 @@ class Packer:
         rows, columns = matrix.shape
         width = matrix.meta["block_columns"]
         group = _group(min(width, columns) if width >= columns else width)
-        translated = _translated(_used(matrix), group or 0)
-        if not rows or not columns or columns % COLUMNS or group is None or translated is None:
+        if not rows or not columns or columns % COLUMNS or group is None:
+            return None
+        if isinstance(matrix.parts, RowParts):
+            return self._packed_blocks(matrix, matrix.parts)
+        codes = matrix.parts["codes"]
+        translated = _translated(_used(matrix.values, codes), group)
+        if translated is None:
             return None
         scale, unit = matrix.parts["scale"], matrix.parts.get("scale_unit")
         offset, offset_unit, mode = matrix.parts.get("bias"), matrix.parts.get("bias_unit"), _OUTER
@@ -99,22 +106,14 @@ class Packer:
         sides = _sides([part for part in (scale, offset) if part is not None])
         scale, offset = scale.to(sides).contiguous(), None if offset is None else offset.to(sides).contiguous()
         factor = matrix.parts.get("global_scale")
-        header = _Header(
-            n=rows,
-            k=columns,
-            group=group,
-            kind=translated.kind,
-            sides=_SIDES.index(sides),
-            shift=0 if unit is None else (scale.shape[1] // unit.shape[1]).bit_length() - 1,
-            offsets=0 if offset is None else mode,
-            int8=matrix.format in self._int8,
-            factor=1.0 if factor is None else float(factor),
-            centre=translated.centre,
-        )
-        narrow = translated.values.to(torch.bfloat16).view(torch.uint16).tolist()
-        header.values[: len(narrow)] = narrow
+        header = self._header(matrix, translated, group, sides)
+        if unit is not None:
+            header.shift = (scale.shape[1] // unit.shape[1]).bit_length() - 1
+        if offset is not None:
+            header.offsets = mode
+        if factor is not None:
+            header.factor = float(factor)
         packed = self._empty(header)
-        codes = matrix.parts["codes"]
         self._pack_codes(
             ctypes.addressof(header),
             codes.data_ptr(),
@@ -126,21 +125,64 @@ class Packer:
             width,
             scale.shape[1],
             packed.data_ptr(),
+            self._in_file(codes),
         )
-        if codes.is_contiguous() and self._is_file(codes.data_ptr(), codes.nbytes):
-            self._release(codes.data_ptr(), codes.nbytes)  # so that the weights are resident once
         return packed
+
+    def _packed_blocks(self, matrix: StoredMatrix, parts: RowParts) -> Tensor | None:
+        """Repack blocks as their file stores them, into what their parts would give."""
+        block, rows = parts.block, parts.rows
+        blocks, sides = rows.view(-1, block.bytes), torch.int8
+        if block.values == block.group:
+            floats = [blocks[:, at : at + 2].contiguous().view(torch.float16) for at in block.floats]
+            sides = _sides(floats) if floats else torch.bfloat16  # a power of two
+        translated = _translated(_used(matrix.values, blocks[:, 2:]), block.group)
+        if translated is None:
+            return None
+        header = self._header(matrix, translated, block.group, sides)
+        header.shift = (block.values // block.group).bit_length() - 1
+        header.offsets = _OUTER if len(block.floats) > 1 else 0
+        packed = self._empty(header)
+        self._pack_blocks(
+            ctypes.addressof(header),
+            rows.data_ptr(),
+            rows.stride(0),
+            block.type,
+            translated.internal.data_ptr(),
+            packed.data_ptr(),
+            self._in_file(rows),
+        )
+        return packed
+
+    def _header(self, matrix: StoredMatrix, translated: _Codes, group: int, sides: torch.dtype) -> Header:
+        header = Header(
+            n=matrix.shape[0],
+            k=matrix.shape[1],
+            group=group,
+            kind=translated.kind,
+            sides=_SIDES.index(sides),
+            int8=matrix.format in self._int8,
+            factor=1.0,
+            centre=translated.centre,
+        )
+        narrow = translated.values.to(torch.bfloat16).view(torch.uint16).tolist()
+        header.values[: len(narrow)] = narrow
+        return header
+
+    def _in_file(self, stored: Tensor) -> bool:
+        """Whether its pages can be released, so that the weights are resident once."""
+        return stored.is_contiguous() and bool(self._is_file(stored.data_ptr(), stored.nbytes))
 
     def rows(self, packed: Tensor, ids: Tensor) -> Tensor:
         """A packed matrix of some rows of another; ``ids`` int32 ``[n]``."""
-        header = _Header.from_buffer_copy(packed[:HEADER].numpy().tobytes())
+        header = Header.from_buffer_copy(packed[:HEADER].numpy().tobytes())
         header.n = len(ids)
         found = self._empty(header)
         ctypes.memmove(found.data_ptr(), ctypes.addressof(header), ctypes.sizeof(header))
         self._pack_rows(packed.data_ptr(), ids.data_ptr(), found.data_ptr())
         return found
 
-    def _empty(self, header: _Header) -> Tensor:
+    def _empty(self, header: Header) -> Tensor:
         size = self._bytes(ctypes.addressof(header))
         whole = torch.empty(size + 63, dtype=torch.uint8, device=CPU)
         return whole[-whole.data_ptr() % 64 :][:size]  # panels are whole cache lines
@@ -166,11 +208,10 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     return bool(((narrow == values.to(torch.float32)) & narrow.isfinite()).all())
 
 
-def _used(matrix: StoredMatrix) -> Tensor:
+def _used(values: Tensor, codes: Tensor) -> Tensor:
     """The values of the codes. Without -128, which symmetric quantisers avoid, int8 needs no offset."""
-    values, codes = matrix.values, matrix.parts["codes"]
     at = int(values.argmin())
-    if values[at] != -128 or bool((codes.contiguous().view(torch.uint8) == at).any()):
+    if values[at] != -128 or any(bool((some.view(torch.uint8) == at).any()) for some in torch.split(codes, _ROWS)):
         return values
     values = values.clone()
     values[at] = -127

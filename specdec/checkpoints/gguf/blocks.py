@@ -68,6 +68,11 @@ class Block:
     floats: tuple[int, ...] = (0,)  # where its float16 numbers are
 
     @property
+    def type(self) -> int:
+        """ggml's number of the format."""
+        return next(number for number, block in BLOCKS.items() if block is self)
+
+    @property
     def bits(self) -> int:
         """Bits per code as unpacked: 4 or 8."""
         return 4 if self.numbers is not None and len(self.numbers) == 16 else 8

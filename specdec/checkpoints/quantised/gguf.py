@@ -12,7 +12,7 @@ from specdec.checkpoints.quantised.coding import Coding, Format, look_up
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, matrices
-from specdec.checkpoints.quantised.stored import StoredMatrix
+from specdec.checkpoints.quantised.stored import RowParts, StoredMatrix
 
 _SLAB = 2**19  # values unpacked per step
 
@@ -45,30 +45,34 @@ class BlockCoding(Coding):
     def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
         _, rows, columns = matrices(self.shape)
         group, block = self.block.group, self.block
-        parts: dict[str, torch.Tensor] = {}
-        for start, stop in self._slabs(rows, columns):
-            unpacked = self._unpacked(index * rows + start, index * rows + stop)
-            for name, part in attrs.asdict(unpacked, recurse=False).items():
-                if part is None:
-                    continue
-                part = part.reshape(stop - start, -1)
-                if name not in parts:
-                    parts[name] = part.new_empty(rows, part.shape[1])
-                parts[name][start:stop] = part
         return StoredMatrix(
             format=self.kept_as,
             shape=(rows, columns),
-            parts=parts,
+            parts=RowParts(self._blocks(index * rows, (index + 1) * rows), block, self._parts),
             meta={"block_rows": 1, "block_columns": group, "group": group, "bits": block.bits},
             dtype=dtype,
             values=self.meanings,
             numbers=self.numbers,
         )
 
+    def _parts(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts: dict[str, torch.Tensor] = {}
+        step = max(1, _SLAB // self.shape[-1])
+        for start in range(0, len(stored), step):
+            some = slice(start, start + step)
+            for name, part in attrs.asdict(self._unpacked(stored[some]), recurse=False).items():
+                if part is None:
+                    continue
+                part = part.reshape(len(stored[some]), -1)
+                if name not in parts:
+                    parts[name] = part.new_empty(len(stored), part.shape[1])
+                parts[name][some] = part
+        return parts
+
     def values(self, slabs: Iterable[tuple[int, int]] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         numbers = self.numbers
         for start, stop in self.slabs() if slabs is None else slabs:
-            unpacked = self._unpacked(start, stop)
+            unpacked = self._unpacked(self._blocks(start, stop))
             values = numbers(unpacked.codes).view(*unpacked.scale.shape, self.block.group)
             values.mul_(_times(unpacked.scale, unpacked.scale_unit)[..., None])
             if unpacked.bias is not None:
@@ -87,15 +91,9 @@ class BlockCoding(Coding):
                 return False, False
         return True, self.all_zero()
 
-    @staticmethod
-    def _slabs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-        step = max(1, _SLAB // columns)
-        for start in range(0, rows, step):
-            yield start, min(start + step, rows)
-
-    def _unpacked(self, start: int, stop: int) -> Unpacked:
+    def _unpacked(self, stored: torch.Tensor) -> Unpacked:
         assert self.block.unpack is not None
-        return self.block.unpack(self._blocks(start, stop).reshape(-1, self.block.bytes))
+        return self.block.unpack(stored.reshape(-1, self.block.bytes))
 
     def _blocks(self, start: int, stop: int) -> torch.Tensor:
         """The stored bytes of rows ``start`` to ``stop`` of all matrices, one after another."""

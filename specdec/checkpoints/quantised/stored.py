@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
+if TYPE_CHECKING:
+    from specdec.checkpoints.gguf.blocks import Block
+
 _SLAB = 2**20  # values decoded per step
+
+
+class RowParts(Mapping[str, torch.Tensor]):
+    """The parts of rows of blocks, unpacked when one is asked for. A backend may read the blocks instead.
+
+    Args:
+        rows: uint8 ``[N, bytes]``, usually a view of the memory map.
+        block: their format.
+        unpack: turns rows into parts.
+    """
+
+    def __init__(
+        self, rows: torch.Tensor, block: Block, unpack: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    ) -> None:
+        self.rows, self.block, self._unpack = rows, block, unpack
+
+    @functools.cached_property
+    def _unpacked(self) -> Mapping[str, torch.Tensor]:
+        return self._unpack(self.rows)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._unpacked[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._unpacked)
+
+    def __len__(self) -> int:
+        return len(self._unpacked)
+
+    def take(self, rows: slice | torch.Tensor) -> RowParts:
+        """Those of some rows."""
+        return RowParts(self.rows[rows], self.block, self._unpack)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -100,6 +137,9 @@ class StoredMatrix:
 
         Whole blocks of rows stay packed (a slice is a view); other rows are decoded.
         """
+        if isinstance(self.parts, RowParts):
+            taken = self.parts.take(rows)
+            return attrs.evolve(self, shape=(len(taken.rows), self.shape[1]), parts=taken)
         block = self.meta["block_rows"]
         shared = len(self.parts["scale"]) == 1  # by all rows
         if isinstance(rows, slice):
@@ -134,5 +174,7 @@ def alike(matrices: Sequence[StoredMatrix | torch.Tensor]) -> list[StoredMatrix]
 
 
 def _layout(one: StoredMatrix) -> tuple[object, ...]:
+    if isinstance(one.parts, RowParts):
+        return one.format, one.shape, one.parts.block.name
     dtypes = tuple((name, part.dtype) for name, part in sorted(one.parts.items()))
     return (one.format, one.shape, dtypes, *sorted(one.meta.items()))

@@ -13,8 +13,6 @@
 
 namespace specdec {
 
-constexpr int64_t AT_ONCE = 16 << 20;  // bytes packed before their pages are released
-
 // One stage of a transposition: swaps the blocks of D x D lanes beside the diagonal of each block of 2 D x 2 D.
 template <int D, bool UPPER, size_t... I> INLINE vu swapped(vu a, vu b, std::index_sequence<I...>) {
     // lanes below D of each pair of groups come from a, the others from b
@@ -134,26 +132,12 @@ EXPORT int64_t is_file(const void* at, int64_t bytes) {
 #endif
 }
 
-// Releases pages that are mapped from a file (see is_file).
-EXPORT void release_pages(const void* at, int64_t bytes) { give_back(at, bytes); }
-
-// Packs rows of `words` words, `stride` bytes apart, into panels at `to`. `release`: `from` is mapped from a file (see
-// is_file), and its pages are released as soon as they are packed.
+// Packs rows of `words` words, `stride` bytes apart, into panels at `to`. `release` is that of for_panels.
 EXPORT void pack_panels(const void* from, int64_t stride, int64_t words, int64_t rows, void* to, int64_t release,
                         int64_t threads) {
-    const int64_t panels = (rows + FEATURES - 1) / FEATURES, bytes = FEATURES * words * WORD;
-    ask_for_huge_pages(to, panels * bytes);
-    const int64_t at_once = std::max<int64_t>(threads, AT_ONCE / bytes);
-    for (int64_t begin = 0; begin < panels; begin += at_once) {
-        const int64_t end = std::min(begin + at_once, panels);
-        const char* source = (const char*)from + begin * FEATURES * stride;
-        const int64_t size = (std::min(end * FEATURES, rows) - begin * FEATURES) * stride;
-        if (release) fetch_pages(source, size);
-        for_blocks((int)threads, end - begin, [&](int64_t block) {
-            const int64_t panel = begin + block;
-            pack_panel((const char*)from + panel * FEATURES * stride, stride, words,
-                       std::min(FEATURES, rows - panel * FEATURES), (uint32_t*)to + panel * FEATURES * words);
-        });
-        if (release) give_back(source, size);
-    }
+    ask_for_huge_pages(to, (rows + FEATURES - 1) / FEATURES * FEATURES * words * WORD);
+    for_panels(from, stride, rows, release, threads, [&](int64_t panel) {
+        pack_panel((const char*)from + panel * FEATURES * stride, stride, words, std::min(FEATURES, rows - panel * FEATURES),
+                   (uint32_t*)to + panel * FEATURES * words);
+    });
 }

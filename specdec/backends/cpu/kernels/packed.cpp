@@ -604,8 +604,43 @@ INLINE uint64_t eight_codes(const uint8_t* from, int64_t k, int64_t bits) {
     return codes;
 }
 
+// Copies a header, and completes it.
+const Packed& put_header(const void* header, void* to) {
+    std::memcpy(to, header, sizeof(Packed));
+    ((Packed*)to)->numbers = numbers_of(*(const Packed*)to);
+    return *(const Packed*)to;
+}
+
+// How the codes of a file are stored: `internal` [256] has the kind's own.
+struct Translation {
+    uint8_t own[256];
+    bool changes;  // any of the first `codes` ones
+    Translation(const Packed& w, const uint8_t* internal, int codes) : changes(false) {
+        for (int i = 0; i < 256; ++i) own[i] = stored(w, internal[i]);
+        for (int i = 0; i < codes; ++i) changes |= own[i] != i;
+    }
+    INLINE void apply(uint8_t* codes, int64_t columns) const {
+        if (changes) std::transform(codes, codes + columns, codes, [&](uint8_t code) { return own[code]; });
+    }
+};
+
+// Writes the scale (OF = 0) or the offset of one feature in a group, and its unit if it is SMALL.
+INLINE void put_side(const Packed& w, const Group& at, int64_t of, int64_t f, const void* value, const float* unit) {
+    const int64_t width = w.side_width();
+    std::memcpy((char*)at.side + (of * FEATURES + f) * width, value, width);
+    if (w.sides == SMALL) std::memcpy((char*)at.units + (of * FEATURES + f) * 4, unit, 4);
+}
+
+// The bits of a number in a dtype of 16 bits or more that holds it.
+INLINE uint32_t side_bits(const Packed& w, float value) {
+    const auto bits = load_as<uint32_t>(&value);
+    if (w.sides != FLOAT16) return w.sides == BFLOAT16 ? bits >> 16 : bits;
+    const float low = value * 0x1p-112f;  // with the exponent of float16
+    return (bits >> 16 & 0x8000) | (load_as<uint32_t>(&low) >> 13 & 0x7fff);
+}
+
 // Writes `columns` codes of one feature, the words of which are ONE_WORD apart.
-void put_codes(const Packed& w, const uint64_t* codes, int64_t columns, char* to) {
+void put_codes(const Packed& w, const uint8_t* codes, int64_t columns, char* to) {
     const auto put = [&](uint32_t word) {
         std::memcpy(to, &word, WORD);
         to += ONE_WORD;
@@ -613,7 +648,7 @@ void put_codes(const Packed& w, const uint64_t* codes, int64_t columns, char* to
     const int64_t high = w.bits() - 4, words = step_columns(w) / 8;  // of low bits
     uint32_t others = 0;
     for (int64_t i = 0; i < columns / 8; ++i) {
-        const uint64_t quads = in_words(codes[i], w.has_low_bits());
+        const uint64_t quads = in_words(load_as<uint64_t>(codes + 8 * i), w.has_low_bits());
         const auto first = (uint32_t)quads, second = (uint32_t)(quads >> 32);
         if (!w.has_low_bits()) {
             put(first);
@@ -643,39 +678,62 @@ EXPORT int64_t packed_bytes(const void* header) {
 // Packs rows of codes, each a stream of `bits` bits per column, lowest bits first, `row_bytes` bytes apart.
 // `internal` [256] translates codes. Scales and offsets (or null) are [.., side_columns] in the dtype of `sides`, one for
 // block_rows x block_columns; a block is a whole number of groups wide. Their units, float32 [n, blocks], belong to SMALL
-// ones. The header is copied to `to`.
+// ones. The header is copied to `to`. `release` is that of for_panels.
 EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes, int64_t bits, const uint8_t* internal,
                        const char* scales, const char* offsets, const float* scale_units, const float* offset_units,
-                       int64_t block_rows, int64_t block_columns, int64_t side_columns, void* to, int64_t threads) {
-    std::memcpy(to, header, sizeof(Packed));
-    ((Packed*)to)->numbers = numbers_of(*(const Packed*)to);
-    const Packed& w = *(const Packed*)to;
+                       int64_t block_rows, int64_t block_columns, int64_t side_columns, void* to, int64_t release,
+                       int64_t threads) {
+    const Packed& w = put_header(header, to);
     const Layout layout(w);
-    uint8_t own[256];
-    for (int i = 0; i < 256; ++i) own[i] = stored(w, internal[i]);
-    const bool translated = !std::all_of(own, own + (1 << bits), [&](const uint8_t& code) { return code == &code - own; });
-    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t i) {
+    const Translation translation(w, internal, 1 << bits);
+    for_panels(codes, row_bytes, w.n, release, threads, [&](int64_t i) {
         char* panel = (char*)to + HEADER + i * w.panel_bytes();
         std::memset(panel, 0, w.panel_bytes());
         for (int64_t f = 0; f < FEATURES && i * FEATURES + f < w.n; ++f)
             for (int64_t g = 0; g < w.groups(); ++g) {
                 const int64_t row = i * FEATURES + f, first = g * w.group, columns = std::min(w.group, w.k - first);
-                const int64_t block = row / block_rows * side_columns + first / block_columns, width = w.side_width();
+                const int64_t block = row / block_rows * side_columns + first / block_columns, unit = row * w.blocks() + (g >> w.shift);
                 const Group at = layout.at(panel, g);
-                const auto put = [&](int64_t of, const char* values, const float* units) {
-                    std::memcpy((char*)at.side + (of * FEATURES + f) * width, values + block * width, width);
-                    if (w.sides == SMALL)
-                        std::memcpy((char*)at.units + (of * FEATURES + f) * 4, units + row * w.blocks() + (g >> w.shift), 4);
-                };
-                put(0, scales, scale_units);
-                if (offsets) put(1, offsets, offset_units);
-                uint64_t eights[MAX_GROUP / 8];
+                put_side(w, at, 0, f, scales + block * w.side_width(), scale_units + unit);
+                if (offsets) put_side(w, at, 1, f, offsets + block * w.side_width(), offset_units + unit);
+                uint8_t group[MAX_GROUP];
                 for (int64_t k = 0; k < columns; k += 8) {
-                    eights[k / 8] = eight_codes((const uint8_t*)codes + row * row_bytes, first + k, bits);
-                    auto* bytes = (uint8_t*)&eights[k / 8];
-                    if (translated) std::transform(bytes, bytes + 8, bytes, [&](uint8_t code) { return own[code]; });
+                    const uint64_t eight = eight_codes((const uint8_t*)codes + row * row_bytes, first + k, bits);
+                    std::memcpy(group + k, &eight, 8);
                 }
-                put_codes(w, eights, columns, (char*)at.codes + f * WORD);
+                translation.apply(group, columns);
+                put_codes(w, group, columns, (char*)at.codes + f * WORD);
+            }
+    });
+}
+
+// Packs rows of GGUF blocks of a `type` of ggml, `row_bytes` bytes apart; the rest is as in pack_codes.
+EXPORT void pack_blocks(const void* header, const void* rows, int64_t row_bytes, int64_t type, const uint8_t* internal,
+                        void* to, int64_t release, int64_t threads) {
+    const Packed& w = put_header(header, to);
+    const Layout layout(w);
+    const Translation translation(w, internal, 256);
+    const int64_t values = w.group << w.shift, bytes = row_bytes / w.blocks();
+    ask_for_huge_pages((char*)to + HEADER, packed_bytes(to) - HEADER);
+    for_panels(rows, row_bytes, w.n, release, threads, [&](int64_t i) {
+        char* panel = (char*)to + HEADER + i * w.panel_bytes();
+        const uint8_t* from = (const uint8_t*)rows + i * FEATURES * row_bytes;
+        const int64_t features = std::min(FEATURES, w.n - i * FEATURES);
+        if (features < FEATURES) std::memset(panel, 0, w.panel_bytes());
+        Block block;
+        for (int64_t b = 0; b < w.blocks(); ++b)
+            for (int64_t f = 0; f < features; ++f) {
+                open_block(type, from + f * row_bytes + b * bytes, block);
+                translation.apply(block.codes, values);
+                for (int64_t g = 0; g < 1 << w.shift; ++g) {
+                    const Group at = layout.at(panel, (b << w.shift) + g);
+                    for (int64_t of = 0; of < w.per_offsets(); ++of) {
+                        const uint32_t bits = side_bits(w, block.sides[of]);
+                        const void* value = w.sides == SMALL ? (const void*)&block.small[of][g] : &bits;
+                        put_side(w, at, of, f, value, &block.sides[of]);
+                    }
+                    put_codes(w, block.codes + g * w.group, w.group, (char*)at.codes + f * WORD);
+                }
             }
     });
 }

@@ -251,6 +251,21 @@ template <int BITS> struct SplitWords {
     }
 };
 
+// --- blocks of GGUF (blocks.cpp) -----------------------------------------------------------------------------------------
+
+constexpr int64_t MAX_BLOCK = 256;  // values
+
+// A block: the codes of its columns, and its scale and offset. These are what the small ones of its groups are multiples of,
+// in a format that has them.
+struct Block {
+    uint8_t codes[MAX_BLOCK];
+    float sides[2];
+    int8_t small[2][16];
+};
+
+// `type`: its number in ggml.
+void open_block(int64_t type, const uint8_t* from, Block& to);
+
 // The values of one weight row, rounded once.
 template <class T> void packed_row(const Packed& w, int64_t row, T* out);
 

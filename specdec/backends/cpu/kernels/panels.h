@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "dots.h"
+#include "team.h"
 
 namespace specdec {
 
@@ -173,6 +174,29 @@ INLINE PanelTile<T> panel_tile_of(int64_t rows, std::index_sequence<I...>) {
 template <class T, bool FETCH> INLINE PanelTile<T> panel_tile_of(int64_t rows, int64_t panels) {
     return panels == 2 ? panel_tile_of<T, 2, FETCH>(rows, std::make_index_sequence<PAIRED_ROWS>{})
                        : panel_tile_of<T, 1, FETCH>(rows, std::make_index_sequence<PANEL_ROWS>{});
+}
+
+// --- packing (pack.cpp) --------------------------------------------------------------------------------------------------
+
+void ask_for_huge_pages(void* at, int64_t bytes);
+void fetch_pages(const void* at, int64_t bytes);
+void give_back(const void* at, int64_t bytes);
+
+// Calls body(panel) for every panel of rows that are `stride` bytes apart. `release`: they are mapped from a file (see
+// is_file), and their pages are released as soon as they are packed.
+template <class F>
+void for_panels(const void* from, int64_t stride, int64_t rows, bool release, int64_t threads, const F& body) {
+    constexpr int64_t AT_ONCE = 16 << 20;  // bytes that are packed before their pages are released
+    const int64_t panels = (rows + FEATURES - 1) / FEATURES;
+    const int64_t step = std::max(threads, AT_ONCE / (FEATURES * stride));
+    for (int64_t begin = 0; begin < panels; begin += step) {
+        const int64_t end = std::min(begin + step, panels);
+        const char* source = (const char*)from + begin * FEATURES * stride;
+        const int64_t size = (std::min(end * FEATURES, rows) - begin * FEATURES) * stride;
+        if (release) fetch_pages(source, size);
+        for_blocks((int)threads, end - begin, [&](int64_t panel) { body(begin + panel); });
+        if (release) give_back(source, size);
+    }
 }
 
 }  // namespace specdec
