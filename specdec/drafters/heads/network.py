@@ -123,7 +123,9 @@ class Surroundings:
     def states(self, output: ForwardOutput) -> States:
         """The states that the head reads, in the order in which ``fc`` joins them."""
         states = [output.boundaries[k] for k in self.needs.boundaries]
-        return States([*states, *([output.need_hidden()] if self.needs.final_hidden else [])])
+        states += [output.need_hidden()] if self.needs.final_hidden else []
+        own = self.ops.hidden_type
+        return States([one if isinstance(one, own) else self.ops.hidden(self.array(one)) for one in states])
 
     def joined(self, states: States) -> Array:
         """Side by side, ``[T, n * H_t]``."""
