@@ -272,7 +272,7 @@ def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, mat
     folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
     file = write_gguf(tmp_path / "one.gguf", folder, matrices=matrices)
     tokens = [
-        specdec.load(str(file), drafter=drafter, weights=weights, dtype="float32", activations="float").generate(
+        specdec.load(str(file), drafter=drafter, weights=weights, activations="float", dtype="float32").generate(
             "one two one two", max_new_tokens=32
         )
         for drafter, weights in (("none", "auto"), ("ngram", "auto"), ("none", "decoded"))
