@@ -75,7 +75,8 @@ class StoredMatrix:
     Attributes:
         format: one of those in the table.
         shape: shape of the decoded matrix, ``(N, K)``.
-        parts: the parts in the table. Codes, and scales except float32 ones, are views of the memory map.
+        parts: the parts in the table. Codes, and scales except float32 ones, are views of the memory map. Of "gguf":
+            ``RowParts``.
         meta: "block_rows", "block_columns", "group" (columns per scale) and "bits" (per code).
         dtype: dtype that ``decode`` returns.
         values: the number that each code stands for, float32 ``[2 ** bits]``.

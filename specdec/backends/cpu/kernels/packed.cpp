@@ -712,7 +712,7 @@ EXPORT void pack_blocks(const void* header, const void* rows, int64_t row_bytes,
                         void* to, int64_t release, int64_t threads) {
     const Packed& w = put_header(header, to);
     const Layout layout(w);
-    const Translation translation(w, internal, 256);
+    const Translation translation(w, internal, 1 << w.bits());
     const int64_t values = w.group << w.shift, bytes = row_bytes / w.blocks();
     ask_for_huge_pages((char*)to + HEADER, packed_bytes(to) - HEADER);
     for_panels(rows, row_bytes, w.n, release, threads, [&](int64_t i) {
