@@ -15,7 +15,7 @@ from specdec.cli import output
 from specdec.cli.measuring import check_writable
 from specdec.cli.options import FILE, PATH, are_messages, chat_option, configured, ignore_eos, integer
 from specdec.config import RunConfig
-from specdec.errors import UnsupportedError
+from specdec.errors import PromptError, UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.decoding.result import Result
@@ -48,6 +48,11 @@ def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | Non
     messages = are_messages(lm, chat)
     prompts = [prompt for group in load_prompts(prompts_file, chat=messages).values() for prompt in group]
     encoded = [prompt.encode(lm.tokenizer) for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):  # before the file is opened
+        try:
+            lm.check_fits(len(tokens))
+        except PromptError as error:
+            raise PromptError(error.message, prompt=prompt.name, **error.facts) from error
     done = 0
     try:
         with _opened(file) as out, output.progress("reading prompts", silent=file is None, then="prompts") as advance:

@@ -395,7 +395,7 @@ class LanguageModel(Parts):
     def _numbered(self, number: int, prompt: Any) -> list[int]:
         """Token ids of a prompt or a conversation that fit into a session. Raises: PromptError with its number."""
         try:
-            chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
             tokens = self.tokenizer.encode_messages(prompt) if chat else self.encode(prompt)
             self.check_fits(len(tokens))
         except PromptError as error:

@@ -37,3 +37,15 @@ def test_a_full_disk_is_told_in_a_sentence(tmp_path):
     assert done.exit_code == 2
     assert "the results cannot be written: No space left on device" in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_prompt_that_is_too_long_leaves_older_results(tmp_path):
+    (tmp_path / "p.txt").write_text("hello\n" + "word " * 9000 + "\n")
+    (tmp_path / "out.jsonl").write_text("older\n")
+    done = CliRunner().invoke(
+        main, ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "-o", str(tmp_path / "out.jsonl")]
+    )
+    assert done.exit_code == 2
+    assert "too long" in done.output
+    assert "p.txt, line 2" in done.output
+    assert (tmp_path / "out.jsonl").read_text() == "older\n"

@@ -102,7 +102,13 @@ def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
     )
     assert [result.tokens for result in results] == [lm.generate(p, max_new_tokens=12).tokens for p in prompts]
     assert sorted(ended) == [0, 1, 2]
-    for bad, message in (("", "the prompt is empty"), ([10**9], "outside the vocabulary"), ([5] * 9000, "too long")):
+    for bad, message in (
+        ("", "the prompt is empty"),
+        ([10**9], "outside the vocabulary"),
+        ([5] * 9000, "too long"),
+        (None, "takes a string or a list"),
+        ({"role": "user", "content": "x"}, "takes a string or a list"),
+    ):
         with pytest.raises(PromptError, match=message) as raised:
             lm.generate_batch([*prompts, bad])
         assert raised.value.facts["prompt"] == "number 3"
