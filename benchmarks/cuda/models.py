@@ -31,7 +31,7 @@ from specdec.contract import Needs, State
 from specdec.measuring.runs import generate
 from specdec.measuring.speed_model import expected_tokens
 from specdec.measuring.synthetic import SyntheticVerifier
-from specdec.models.causal_lm import CausalLM, PrunedHead
+from specdec.models.causal_lm import CausalLM, PrunedHead, _run_mtp
 
 ROWS = (1, 2, 3, 4, 5, 8, 16)
 GATED_TOKENS = 64
@@ -251,7 +251,7 @@ def draft_body(model: Model, state: Any, pruned: PrunedHead | None, rows: int = 
         weights, names = rows_kept.parts, rows_kept.part_ids[0]
 
     def body() -> object:
-        x = materialised(target._run_mtp(caches, DeviceTokens(ids), hidden))
+        x = materialised(_run_mtp(target.model, caches, DeviceTokens(ids), hidden))
         return choosing.best(products.logits(x[-1:], weights), names)
 
     return body

@@ -87,7 +87,7 @@ class StoredTensor:
         """As ``Checkpoint.rows``. Raises: CheckpointError if the file ends early."""
         entries = math.prod(self.shape[:axes])
         width = self.size // entries if entries else 0
-        buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
+        buffer = torch.empty((stop - start) * width, dtype=torch.uint8, device="cpu")
         try:
             with open_file(self.file) as stream:
                 stream.seek(self.begin(stream) + start * width)

@@ -32,7 +32,7 @@ from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
-    pass
+    from numpy.typing import NDArray
 
 _settings = st.one_of(st.just("greedy"), st.sampled_from(list(SETTINGS)))
 _memories = st.sampled_from(list(Memory))
@@ -203,7 +203,7 @@ def _see(surplus: Surplus, session: ScriptedSession, draft: Draft, depth: int) -
 @check("D10")
 def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
-    drafted = False
+    drafted = _honest_in_one_context(subject, run)
     for setting in ("independent", "flat", "filtered", "biased", "sharp"):
         surplus, length = Surplus(_FUNCTIONS), 400 if setting == "independent" else 150
         walk = Walk(subject=subject, setting=setting, seed=run.seed % 2**32 | 1)
@@ -213,6 +213,40 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
         drafted = drafted or any(draft.tokens for draft in walk.drafts.values())
     if not drafted:
         not_applicable("it drafts nothing here")
+
+
+def _honest_in_one_context(subject: DrafterSubject, run: Run) -> bool:
+    """Compare many draws in one context with the distribution that all of them must state; whether there were any."""
+    model, shared, pooled = target_for(subject), None, Surplus(_FUNCTIONS)
+    probs: dict[tuple[int, ...], Any] = {}
+    counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
+    for number in run.repeat(200, least=60):
+        if number == 60 and not any(np.max(row) < 1 for row in probs.values()):
+            break  # nothing is drawn
+        sampling = Sampling(temperature=1.0, seed=number * 7919 + run.seed % 2**40)
+        session = ScriptedSession.start(
+            subject, model=model, sampling=sampling, noise=DraftNoise.INDEPENDENT, shared=shared
+        )
+        shared = session.shared
+        session.feed(_PROMPT)
+        draft = usable(session.propose(4), 4, 5)
+        _see(pooled, session, draft, 4)
+        for row, token in enumerate(draft.tokens):
+            before = draft.tokens[:row]
+            stated = np.eye(5)[token] if draft.probs is None else draft.probs[row]
+            known = probs.setdefault(before, stated)
+            case = {"context": [*_PROMPT, *before], "seed": sampling.seed}
+            what = "one context has two distributions: they depend on the draw"
+            expect(np.allclose(stated, known, atol=1e-6), what, got=stated, expected=known, **case)
+            counts.setdefault(before, np.zeros(5, np.int64))[token] += 1
+    for before, counted in counts.items():
+        draws = int(counted.sum())
+        fit = goodness_of_fit(counted, probs[before])
+        case = {"context": [*_PROMPT, *before], "draws": draws}
+        what = f"drafted tokens do not follow their probs: {fit}"
+        expect(draws < 50 or fit.passes(1e-6), what, got=counted, expected=probs[before] * draws, **case)
+    pooled.judge("drafted tokens do not follow their probs", context=_PROMPT)
+    return bool(probs)
 
 
 # --- the rest of the process, and other engines -----------------------------------------------------------------------
