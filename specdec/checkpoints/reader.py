@@ -257,7 +257,7 @@ class Checkpoint:
         return self._tensors[name].read_rows(self._file(name), name, start, stop, axes)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor as its file stores it, some rows at a time. Copies and maps nothing, as ``rows`` does."""
+        """Copies of a tensor's rows as its file stores them, some at a time. As ``rows``, it maps nothing."""
         self.dtype(name)
         return self._tensors[name].pieces(name)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colour-blind-safe palette
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-GREY, PALE, RED = "#5f6368", "#c8ccd4", "#b3261e"
+GREY = "#5f6368"
 SPREAD = 0.06  # horizontal offset between classes, to separate their error bars
 
 

@@ -19,7 +19,8 @@ constexpr int32_t LARGEST_X = 127;
 
 // --- four products of bytes per lane --------------------------------------------------------------------------------
 //
-// Dot<BITS> sums the products of numbers of weights, below 2^BITS, with activations. BASE is subtracted from the numbers. A lane is an output feature, and its four bytes are four columns.
+// Dot<BITS> sums the products of numbers of weights, below 2^BITS, with activations. BASE is subtracted from the numbers.
+// A lane is an output feature, and its four bytes are four columns.
 
 INLINE vi four(const int8_t* x) { return vi{} + load_as<int32_t>(x); }
 
@@ -270,7 +271,8 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
                 const auto step = [&]() __attribute__((always_inline)) {
                     if (from_memory)
 #pragma GCC unroll 8
-                        for (int64_t word = 0; word < C::STEP; word += FEATURES * WORD) prefetch_codes<V * W * WORD>(p + word);
+                        for (int64_t word = 0; word < C::STEP; word += FEATURES * WORD)
+                            prefetch_codes<V * W * WORD>(p + word);
 #pragma GCC unroll 8
                     for (int quad = 0; quad < C::QUADS; ++quad, from += 4) {
                         typename D::Weights weights[V];

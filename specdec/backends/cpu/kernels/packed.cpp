@@ -533,7 +533,9 @@ template void group_sums(const float*, int64_t, int64_t, int64_t, int64_t, float
 
 // Bytes and columns of a step: what is read to open a column.
 INLINE int64_t step_columns(const Packed& w) {
-    return w.kind == NIBBLES ? 8 : w.kind == FIVES ? 2 * SplitWords<5>::PAIRS : w.kind == SIXES ? 2 * SplitWords<6>::PAIRS : 4;
+    if (w.kind == FIVES) return 2 * SplitWords<5>::PAIRS;
+    if (w.kind == SIXES) return 2 * SplitWords<6>::PAIRS;
+    return w.kind == NIBBLES ? 8 : 4;
 }
 INLINE int64_t step_bytes(const Packed& w) { return w.code_bytes(step_columns(w)); }
 
@@ -692,7 +694,8 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
         for (int64_t f = 0; f < FEATURES && i * FEATURES + f < w.n; ++f)
             for (int64_t g = 0; g < w.groups(); ++g) {
                 const int64_t row = i * FEATURES + f, first = g * w.group, columns = std::min(w.group, w.k - first);
-                const int64_t block = row / block_rows * side_columns + first / block_columns, unit = row * w.blocks() + (g >> w.shift);
+                const int64_t block = row / block_rows * side_columns + first / block_columns;
+                const int64_t unit = row * w.blocks() + (g >> w.shift);
                 const Group at = layout.at(panel, g);
                 put_side(w, at, 0, f, scales + block * w.side_width(), scale_units + unit);
                 if (offsets) put_side(w, at, 1, f, offsets + block * w.side_width(), offset_units + unit);

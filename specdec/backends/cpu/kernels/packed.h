@@ -205,7 +205,8 @@ INLINE vf load_float16(const char* p) {
 template <int OF> INLINE vf load_side(const Layout& w, const Group& at, int64_t feature) {
     const char* p = at.side + (OF * FEATURES + feature) * w.width;
     if (w.sides == SMALL) {
-        return __builtin_convertvector(wide_bytes(p), vf) * load(reinterpret_cast<const float*>(at.units) + OF * FEATURES + feature);
+        const float* unit = reinterpret_cast<const float*>(at.units) + OF * FEATURES + feature;
+        return __builtin_convertvector(wide_bytes(p), vf) * load(unit);
     }
     if (w.sides == FLOAT16) return load_float16(p);
     return w.sides == FLOAT32 ? load(reinterpret_cast<const float*>(p)) : load(reinterpret_cast<const bf16*>(p));
