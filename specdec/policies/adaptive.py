@@ -48,7 +48,7 @@ CONTRAST = 4  # cycles after a change of depth that compare the two depths
 LEARNING = 10  # visits during which an entry also moves its unvisited neighbours
 # rates
 STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
-MISSES = 8  # empty drafts over which the cost of one is averaged
+DRAFTS = 16  # drafts over which their seconds are averaged
 # the budget
 SHARE = 0.03  # of the decoding time so far that drafting may lose against plain decoding
 GRANT = 6.0  # plain cycles that it may lose in any case
@@ -83,8 +83,8 @@ class Counts:
         return (self.passed[position] + PRIOR_WEIGHT * prior) / (self.seen[position] + PRIOR_WEIGHT)
 
 
-class CycleCosts:
-    """Seconds of a cycle by drafted tokens.
+class PassCosts:
+    """Seconds of a cycle without its draft, by drafted tokens.
 
     ``log seconds = log table[tokens] + load + own[tokens]``. All depths share the load (other work, clock rate); it
     changes fast and does not affect comparisons of depths. A depth's own correction is learnt from visits and changes
@@ -135,11 +135,16 @@ class CycleCosts:
         else:
             self._price(tokens)
 
+    @property
+    def load(self) -> float:
+        """What the present load multiplies every time with."""
+        return math.exp(self._load)
+
     def now(self, tokens: int) -> float:
         """The seconds of a cycle at the present load."""
-        return self.seconds[tokens] * math.exp(self._load)
+        return self.seconds[tokens] * self.load
 
-    def adopt(self, other: CycleCosts) -> None:
+    def adopt(self, other: PassCosts) -> None:
         """Start from what another generation with the same table learnt; the load is measured again."""
         self._own, self._visits = list(other._own), list(other._visits)
         self._price_all()
@@ -166,11 +171,52 @@ class CycleCosts:
         return self._own[low] + share * (self._own[high] - self._own[low])
 
 
+class DraftCosts:
+    """Seconds of a draft by its tokens, at the table's load.
+
+    A line through decayed observations and through the table's costs of the shortest and the deepest draft, which count
+    as one observation each: drafters take their time per draft or per token, and a chain of drafters mixes the two.
+    """
+
+    def __init__(self, table: Sequence[float]) -> None:
+        self._table = table
+        deepest = len(table) - 1
+        self._prior = [(1, table[1]), (deepest, table[deepest])]
+        self._sums = [0.0] * 5  # of 1, x, x x, y and x y, for x tokens and y seconds
+        self._fit()
+
+    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+        """Learn that a draft took ``seconds``; one of more than twice the expected and a ``plain`` cycle is clipped."""
+        seconds = min(seconds, 2.0 * self(tokens) + plain)
+        terms = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._sums = [held * (1.0 - 1.0 / DRAFTS) + term for held, term in zip(self._sums, terms, strict=True)]
+        self._fit()
+
+    def __call__(self, tokens: int) -> float:
+        """The expected seconds of a draft."""
+        return max(self._first + self._step * tokens, 0.0)
+
+    def adopt(self, other: DraftCosts) -> None:
+        """Continue with what another generation with the same table learnt."""
+        self._sums = other._sums
+        self._fit()
+
+    def _fit(self) -> None:
+        count, x, xx, y, xy = self._sums
+        for tokens, seconds in self._prior:
+            count, x, xx = count + 1, x + tokens, xx + tokens * tokens
+            y, xy = y + seconds, xy + tokens * seconds
+        spread = count * xx - x * x
+        self._step = max((count * xy - x * y) / spread, 0.0) if spread > 0.0 else 0.0
+        self._first = (y - self._step * x) / count
+
+
 class Rates:
     """The rate ``E(k) / t(k)`` of every depth k, learnt from cycles.
 
-    Cycles are renewals, so this is the long-run rate of tokens at depth k. t comes from ``CycleCosts``, E from two
-    decayed ratios by lookahead position; neither assumes that drafter and target are independent.
+    Cycles are renewals, so this is the long-run rate of tokens at depth k. t comes from ``PassCosts`` and
+    ``DraftCosts``, E from two decayed ratios by lookahead position; neither assumes that drafter and target are
+    independent.
 
     *Gain* of position i: of the cycles that asked for more than i tokens and accepted the first i, the share that also
     accepted token i. The product of gains is the survival A_i; a cycle of depth k gives ``E(k) = 1 + A_1 + ... + A_k``
@@ -178,7 +224,8 @@ class Rates:
     got one more. A drafter may give fewer tokens than asked for, and a shorter draft costs less.
 
     Args:
-        seconds: of a cycle, by drafted tokens from 0 to the deepest; only their ratios matter.
+        passes: seconds of a cycle without its draft, by drafted tokens from 0 to the deepest; only ratios matter.
+        drafts: seconds of a draft by its tokens, in the same unit.
         window: cycles that acceptance remembers.
 
     Attributes:
@@ -186,10 +233,10 @@ class Rates:
         plain_cycles: consecutive cycles without a draft.
     """
 
-    def __init__(self, seconds: Sequence[float], window: int) -> None:
-        self._costs = CycleCosts(seconds)
-        self._gains, self._offers = Counts(len(seconds) - 1, window), Counts(len(seconds) - 1, window)
-        self._miss = 0.0  # seconds that the drafter takes to draft nothing
+    def __init__(self, passes: Sequence[float], drafts: Sequence[float], window: int) -> None:
+        self._passes, self._drafts = PassCosts(passes), DraftCosts(drafts)
+        self._gains, self._offers = Counts(len(passes) - 1, window), Counts(len(passes) - 1, window)
+        self._slowness = 1.0  # seconds of the last draft / expected
         self.plain_cycles = 0
         self.by_depth: list[float] = []
         self.update()
@@ -208,33 +255,40 @@ class Rates:
         """Start from what another generation learnt; its acceptance counts for less."""
         self._gains.adopt(other._gains)
         self._offers.adopt(other._offers)
-        self._costs.adopt(other._costs)
-        self._miss = other._miss
+        self._passes.adopt(other._passes)
+        self._drafts.adopt(other._drafts)
+        self._slowness = other._slowness
 
     def plain(self, cycle: CycleRecord) -> float:
         """The seconds of a plain cycle at the present load. No pass is cheaper than one of a single row."""
-        return min(self._costs.now(0), cycle.verify_seconds + cycle.commit_seconds)
+        return min(self._passes.now(0), cycle.verify_seconds + cycle.commit_seconds)
 
     def loss(self, cycle: CycleRecord) -> float:
         """Seconds that a cycle took longer than plain decoding of its tokens; negative if it was faster."""
-        expected = self._costs.now(min(cycle.offered, len(self._gains.seen)))
+        expected = self._passes.now(min(cycle.offered, len(self._gains.seen)))
         verified = min(cycle.verify_seconds + cycle.commit_seconds, math.exp(SLOWER) * expected)
         return cycle.draft_seconds + verified - self.plain(cycle) * len(cycle.emitted)
+
+    def worst_loss(self, depth: int) -> float:
+        """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as slow as the last."""
+        draft = self._drafts(depth) * max(self._slowness, 1.0)
+        return (draft + self._passes.seconds[depth] - self._passes.seconds[0]) * self._passes.load
 
     def observe(self, cycle: CycleRecord) -> None:
         """Learn from a cycle; the time of a drafter that catches up after a pause is ignored."""
         self._count(cycle)
-        if cycle.offered:
-            if self.plain_cycles < STALE:
-                seconds = cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
-                self._costs.observe(cycle.offered, seconds)
-            self.plain_cycles = 0
-            return
-        if cycle.depth and self.plain_cycles < STALE:
-            self._miss += (cycle.draft_seconds - self._miss) / MISSES
-        self._costs.observe(0, cycle.verify_seconds + cycle.commit_seconds)
+        seconds = cycle.verify_seconds + cycle.commit_seconds
+        if not cycle.offered or self.plain_cycles < STALE:
+            self._passes.observe(cycle.offered, seconds)
         if not cycle.depth:
             self.plain_cycles += 1
+            return
+        if self.plain_cycles < STALE:
+            seconds = cycle.draft_seconds / self._passes.load
+            self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
+            self._slowness = seconds / max(self._drafts(cycle.offered), CLOCK_STEP)
+        if cycle.offered:
+            self.plain_cycles = 0
 
     def _count(self, cycle: CycleRecord) -> None:
         self._gains.observe(cycle.depth, cycle.accepted)
@@ -255,18 +309,18 @@ class Rates:
         rates = []
         tokens = survival = reached = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability
-        extra, guess = self._miss, FIRST_GUESS
-        for position, seconds in enumerate(self._costs.seconds):
-            rates.append(tokens / (shorter + reached * seconds))
+        guess = FIRST_GUESS
+        for position, seconds in enumerate(self._passes.seconds):
+            drafted = seconds + self._drafts(position)
+            rates.append(tokens / (shorter + reached * (drafted if position else seconds)))
             if position == len(self._gains.seen):
                 break
             gain, offer = self._gains.ratio(position, guess), self._offers.ratio(position, 1.0)
             guess = min(gain / offer, 1.0)
             survival *= gain
             tokens += survival
-            shorter += reached * (1.0 - offer) * (seconds + extra)
+            shorter += reached * (1.0 - offer) * drafted
             reached *= offer
-            extra = 0.0
         self.by_depth = rates
 
 
@@ -275,16 +329,14 @@ class Budget:
     """The time that drafting may lose against plain decoding.
 
     It is ``SHARE`` of the decoding time so far or ``GRANT`` plain cycles, whichever is more. Drafts that pay make up
-    for losses but save nothing for later ones. The first draft is free: it may prepare the drafter, and nothing shows
-    beforehand that a drafter is slow.
+    for losses, and save up to ``GRANT`` plain cycles for later ones. The first draft is free: it may prepare the
+    drafter, and nothing shows beforehand that a drafter is slow.
 
     Attributes:
         plain: seconds of a plain cycle.
-        next_loss: seconds that the next draft is expected to lose.
     """
 
     plain: float
-    next_loss: float
     _lost: float = 0.0
     _time: float = 0.0
     _used: bool = False
@@ -296,13 +348,12 @@ class Budget:
     def charge(self, loss: float) -> None:
         """Count what a cycle with a draft lost, or gained if negative."""
         if self._used:
-            self._lost = max(self._lost + loss, 0.0)
-        self._used, self.next_loss = True, max(loss, 0.0)
+            self._lost = max(self._lost + loss, -GRANT * self.plain)
+        self._used = True
 
-    @property
-    def affords(self) -> bool:
-        """Whether another draft stays within the budget."""
-        return self._lost + self.next_loss <= max(SHARE * self._time, GRANT * self.plain)
+    def affords(self, loss: float) -> bool:
+        """Whether another draft stays within the budget if it loses so much."""
+        return self._lost + loss <= max(SHARE * self._time, GRANT * self.plain)
 
 
 class Trials:
@@ -434,11 +485,13 @@ class Learnt:
 
     table: CostTable | None = None
     last: AdaptivePolicy | None = None
-    seconds: Sequence[float] = attrs.field(init=False)  # of a cycle by depth; ratios only, without a table
+    passes: Sequence[float] = attrs.field(init=False)  # seconds by drafted tokens; ratios only, without a table
+    drafts: Sequence[float] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        cost = (lambda depth: 1.0 + STEP_GUESS * depth) if self.table is None else self.table.cycle
-        self.seconds = [cost(depth) for depth in range(MAX_DEPTH + 1)]
+        table, depths = self.table, range(MAX_DEPTH + 1)
+        self.passes = [table.pass_seconds(k + 1) + table.commit if table else 1.0 + STEP_GUESS * k for k in depths]
+        self.drafts = [table.draft_seconds(k) if table else 0.0 for k in depths]
 
 
 class AdaptivePolicy(DepthPolicy):
@@ -448,9 +501,9 @@ class AdaptivePolicy(DepthPolicy):
         self._learnt = learnt if learnt is not None else Learnt()
         self._min_gain = config.min_gain
         table, last = self._learnt.table, self._learnt.last
-        seconds = self._learnt.seconds[: config.max_depth + 1]
-        self._rates = Rates(seconds, config.window)
-        self._budget = Budget(seconds[0], seconds[1] - seconds[0])
+        passes, drafts = (row[: config.max_depth + 1] for row in (self._learnt.passes, self._learnt.drafts))
+        self._rates = Rates(passes, drafts, config.window)
+        self._budget = Budget(passes[0])
         self._trials = Trials(config.first_probe, config.last_probe, config.max_depth)
         if last is not None:
             self._rates.adopt(last._rates)
@@ -472,7 +525,7 @@ class AdaptivePolicy(DepthPolicy):
     def reason(self) -> str:
         """Why the depth is 0, or an empty string."""
         if self._depth or self._trials.opening:
-            return "" if self._budget.affords else "drafting has lost what it may for now; it is tried again later"
+            return "" if self._affordable(1) else "drafting has lost what it may for now; it is tried again later"
         rates = self._rates.by_depth
         best = max(range(1, len(rates)), key=lambda depth: rates[depth])
         return (
@@ -481,7 +534,13 @@ class AdaptivePolicy(DepthPolicy):
         )
 
     def next_depth(self, stats: Stats) -> int:
-        return self._trials.depth(self._depth, self._budget.affords)
+        depth = self._trials.depth(self._depth, self._affordable(1))
+        while depth and not self._affordable(depth):
+            depth -= 1
+        return depth
+
+    def _affordable(self, depth: int) -> bool:
+        return self._budget.affords(self._rates.worst_loss(depth))
 
     def record(self, cycle: CycleRecord) -> None:
         rates, trials = self._rates, self._trials

@@ -20,7 +20,7 @@ def cycle(
 @given(seconds=st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=8), accepted=st.booleans())
 def test_certain_acceptance_gives_tokens_over_seconds(seconds, accepted):
     """Every draft accepted: k + 1 tokens from depth k; none: one token, whatever the depth costs."""
-    rates = Rates(seconds, window=4096)
+    rates = Rates(seconds, [0.0] * len(seconds), window=4096)
     deepest = len(seconds) - 1
     for _ in range(2000):
         rates._count(cycle(deepest, deepest if accepted else 0))  # times left out
@@ -30,7 +30,7 @@ def test_certain_acceptance_gives_tokens_over_seconds(seconds, accepted):
 
 
 def test_empty_drafts_cost_their_seconds_and_no_pass():
-    rates = Rates([1.0, 2.0, 3.0], window=48)
+    rates = Rates([1.0, 2.0, 3.0], [0.0] * 3, window=48)
     for _ in range(400):
         rates.observe(cycle(2, 0, offered=0, draft=0.25))
     rates.update()
@@ -39,24 +39,24 @@ def test_empty_drafts_cost_their_seconds_and_no_pass():
 
 @pytest.mark.parametrize(("pause", "counted"), [(STALE - 1, True), (STALE, False)])
 def test_the_time_of_a_drafter_that_catches_up_does_not_count(pause, counted):
-    rates = Rates([1.0, 1.5], window=48)
+    rates = Rates([1.0, 1.5], [0.0, 0.0], window=48)
     for _ in range(20):
         rates.observe(cycle(1, 1, verify=1.5))
         for _ in range(pause):
             rates.observe(cycle(0, 0))
-    before = rates._costs.seconds[1]
+    before = rates._passes.seconds[1]
     rates.observe(cycle(1, 1, verify=6.0))
-    assert (rates._costs.seconds[1] > before) == counted
+    assert (rates._passes.seconds[1] > before) == counted
 
 
 def test_a_restart_forgets_acceptance_and_keeps_times():
-    rates = Rates([1.0, 1.5], window=48)
+    rates = Rates([1.0, 1.5], [0.0, 0.0], window=48)
     for _ in range(50):
         rates.observe(cycle(1, 0, verify=1.5))
-    seconds, hopeless = list(rates._costs.seconds), rates.first_acceptance
+    seconds, hopeless = list(rates._passes.seconds), rates.first_acceptance
     rates.restart(cycle(1, 1))
     assert rates.first_acceptance > 0.6 > hopeless
-    assert rates._costs.seconds == seconds
+    assert rates._passes.seconds == seconds
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_an_accepted_first_draft_is_news_while_speculation_is_off():
 @pytest.mark.parametrize(
     ("deepest", "depths"), [(6, [0, 1, 1, 3, 3, 6, 6, 0]), (2, [0, 1, 1, 2, 2, 0]), (1, [0, 1, 1, 0])]
 )
-def test_without_costs_it_opens_with_a_few_depths(deepest, depths):
+def test_without_passes_it_opens_with_a_few_depths(deepest, depths):
     trials = Trials(64, 1024, deepest)
     trials.open()
     assert run(trials, 0, len(depths)) == depths
