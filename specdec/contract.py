@@ -615,6 +615,10 @@ class DraftNoise(enum.Enum):
     """Separate noise, with the draft's distribution handed over: what a ratio test needs."""
 
 
+def _same_depth(drafter: str, depth: int) -> int:
+    return depth
+
+
 class Context(Sequence[int]):
     """A view of the committed tokens, for reading; the last one is pending. Slices are lists.
 
@@ -623,9 +627,11 @@ class Context(Sequence[int]):
         generated_from: position of the first generated token (the prompt's length).
         cycle: number of the cycle, unique within a sequence; part of the noise keys of ratio tests.
         draft_noise: the noise that the verifier wants drafts to be drawn with.
+        depth_of: ``DepthPolicy.depth_of``, which a drafter made of several asks for the depth of each; where the depth
+            is fixed, it is the one that ``propose`` got.
     """
 
-    __slots__ = ("_seen", "_tokens", "cycle", "draft_noise", "generated_from", "sampling")
+    __slots__ = ("_seen", "_tokens", "cycle", "depth_of", "draft_noise", "generated_from", "sampling")
 
     def __init__(
         self,
@@ -642,6 +648,7 @@ class Context(Sequence[int]):
         self.generated_from = generated_from
         self.cycle = cycle
         self.draft_noise = draft_noise
+        self.depth_of: Callable[[str, int], int] = _same_depth
 
     def seen(self) -> Seen:
         """The distinct tokens so far; counted once, and then only what is new."""
@@ -687,10 +694,14 @@ class Choosing:
 
 @attrs.frozen
 class Draft:
-    """K drafted tokens. ``probs`` ``[K, V]`` float32 are the distributions they were drawn from; None: point masses."""
+    """K drafted tokens. ``probs`` ``[K, V]`` float32 are the distributions they were drawn from; None: point masses.
+
+    ``drafter`` names the one of several drafters that made it, for a depth policy that prices them apart.
+    """
 
     tokens: tuple[int, ...] = ()
     probs: Float32 | None = None
+    drafter: str = ""
 
 
 EMPTY_DRAFT = Draft()
@@ -808,6 +819,7 @@ class CycleRecord:
         verify_seconds: the share of the target's pass and of the decision.
         commit_seconds: the rest.
         drafted: the draft that was verified, ``offered`` tokens.
+        drafter: ``Draft.drafter`` of that draft.
     """
 
     position: int
@@ -819,6 +831,7 @@ class CycleRecord:
     verify_seconds: float
     commit_seconds: float
     drafted: tuple[int, ...] = ()
+    drafter: str = ""
 
 
 @attrs.define(kw_only=True)
@@ -859,6 +872,10 @@ class DepthPolicy(abc.ABC):
     @abc.abstractmethod
     def next_depth(self, stats: Stats) -> int:
         """The depth of the next cycle; 0 is plain decoding. It is capped by rows, room and budget."""
+
+    def depth_of(self, drafter: str, depth: int) -> int:
+        """The depth for one of several drafters, by name, in a cycle of at most ``depth``; 0: it is not asked."""
+        return depth
 
     def record(self, cycle: CycleRecord) -> None:  # noqa: B027
         """See the result and the cost of the last cycle."""

@@ -100,6 +100,7 @@ def cycle(
             verify_seconds=request.seconds + verified - resumed,
             commit_seconds=perf_counter() - verified,
             drafted=draft.tokens,
+            drafter=draft.drafter,
         )
     stats.add(record, [gap for at, gap in verdict.deviations if at < kept])
     return record
@@ -127,7 +128,7 @@ def _allowed(sequence: LiveSequence, draft: Draft, stats: RunStats) -> Draft:
     for processor in sequence.context.sampling.processors if usable else ():
         usable = processor.legal(draft.tokens[:usable], sequence.context)
     stats.forbidden += len(draft.tokens) - usable
-    return Draft(draft.tokens[:usable], None if draft.probs is None else draft.probs[:usable])
+    return Draft(draft.tokens[:usable], None if draft.probs is None else draft.probs[:usable], draft.drafter)
 
 
 def _commit(sequence: LiveSequence, draft: Draft, output: ForwardOutput, verdict: Verdict, kept: int) -> None:

@@ -205,6 +205,7 @@ class Stream:
         sequence.context.generated_from = len(self._prompt)
         sequence.logprobs = []
         policy = lm.depth.make()
+        sequence.context.depth_of = policy.depth_of if self._depth is None else lambda drafter, depth: depth
         started = perf_counter()
         for _ in () if self.stopping else prefill_chunks(sequence, stats):
             yield ""

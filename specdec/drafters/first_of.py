@@ -126,10 +126,11 @@ class FirstOfDrafter(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         for member in self._members:
-            draft: Draft | None = member.ask("propose", context, depth, vocab_size=self._vocab_size)
+            own = 0 if member.failure else context.depth_of(member.label, depth)
+            draft: Draft | None = member.ask("propose", context, own, vocab_size=self._vocab_size) if own else None
             if draft is not None and draft.tokens:
                 self._drafting = member
-                return draft
+                return attrs.evolve(draft, drafter=member.label)
         failures = [member.failure for member in self._members]
         if all(failures):
             raise UnsupportedError(f"every drafter of the chain failed: {'; '.join(failures)}")

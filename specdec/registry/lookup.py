@@ -425,7 +425,7 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -
     if outside is not None:
         tokens, fault = tokens[:outside], "draft token outside the vocabulary"
     if probs is None:
-        return Draft(tokens), fault
+        return Draft(tokens, None, draft.drafter), fault
     if len(probs) < len(tokens) or probs.shape[1:] != (vocab_size,):
         raise ContractError(
             f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
@@ -442,7 +442,7 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -
                 "propose returned probs that its tokens cannot have been drawn from",
                 takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
             )
-    return Draft(tokens, probs), fault
+    return Draft(tokens, probs, draft.drafter), fault
 
 
 def checked_snapshot(answer: DrafterSnapshot | None) -> DrafterSnapshot | None:

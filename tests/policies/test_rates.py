@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract import CycleRecord
-from specdec.policies.adaptive import HOPELESS, NEARER, STALE, TRIES, Rates, Trials
+from specdec.policies.adaptive import HOPELESS, NEARER, TRIES, Trials
+from specdec.policies.rates import STALE, PassCosts, Rates
 
 
 def cycle(
@@ -20,7 +21,7 @@ def cycle(
 @given(seconds=st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=8), accepted=st.booleans())
 def test_certain_acceptance_gives_tokens_over_seconds(seconds, accepted):
     """Every draft accepted: k + 1 tokens from depth k; none: one token, whatever the depth costs."""
-    rates = Rates(seconds, [0.0] * len(seconds), window=4096)
+    rates = Rates(PassCosts(seconds), [0.0] * len(seconds), window=4096)
     deepest = len(seconds) - 1
     for _ in range(2000):
         rates._count(cycle(deepest, deepest if accepted else 0))  # times left out
@@ -30,7 +31,7 @@ def test_certain_acceptance_gives_tokens_over_seconds(seconds, accepted):
 
 
 def test_empty_drafts_cost_their_seconds_and_no_pass():
-    rates = Rates([1.0, 2.0, 3.0], [0.0] * 3, window=48)
+    rates = Rates(PassCosts([1.0, 2.0, 3.0]), [0.0] * 3, window=48)
     for _ in range(400):
         rates.observe(cycle(2, 0, offered=0, draft=0.25))
     rates.update()
@@ -39,24 +40,24 @@ def test_empty_drafts_cost_their_seconds_and_no_pass():
 
 @pytest.mark.parametrize(("pause", "counted"), [(STALE - 1, True), (STALE, False)])
 def test_the_time_of_a_drafter_that_catches_up_does_not_count(pause, counted):
-    rates = Rates([1.0, 1.5], [0.0, 0.0], window=48)
+    rates = Rates(PassCosts([1.0, 1.5]), [0.0, 0.0], window=48)
     for _ in range(20):
-        rates.observe(cycle(1, 1, verify=1.5))
+        rates.observe(cycle(1, 1, draft=0.1))
         for _ in range(pause):
             rates.observe(cycle(0, 0))
-    before = rates._passes.seconds[1]
-    rates.observe(cycle(1, 1, verify=6.0))
-    assert (rates._passes.seconds[1] > before) == counted
+    before = rates._drafts(1)
+    rates.observe(cycle(1, 1, draft=2.0))
+    assert (rates._drafts(1) > before) == counted
 
 
 def test_a_restart_forgets_acceptance_and_keeps_times():
-    rates = Rates([1.0, 1.5], [0.0, 0.0], window=48)
+    rates = Rates(PassCosts([1.0, 1.5]), [0.0, 0.0], window=48)
     for _ in range(50):
-        rates.observe(cycle(1, 0, verify=1.5))
-    seconds, hopeless = list(rates._passes.seconds), rates.first_acceptance
+        rates.observe(cycle(1, 0, draft=0.5))
+    seconds, hopeless = rates._drafts(1), rates.first_acceptance
     rates.restart(cycle(1, 1))
     assert rates.first_acceptance > 0.6 > hopeless
-    assert rates._passes.seconds == seconds
+    assert rates._drafts(1) == seconds
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,301 @@
+"""What drafting is worth: the rate of every depth, from acceptance by position and the seconds of passes and drafts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from specdec.contract import CycleRecord
+
+# acceptance
+PRIOR_WEIGHT = 2.0  # observations that a prior counts as
+FIRST_GUESS = 0.6  # prior of position 0
+CARRIED = 8.0  # most observations per position that one generation hands to the next
+# costs
+CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
+SLOWER = 0.3  # nats; anything slower is clipped as an outlier, such as a burst of other work on the machine
+FASTER = 1.5  # nats; the limit is wider here because no outlier makes a cycle faster
+NOISE = 0.02  # initial variance of a cycle's log seconds, a deviation of 14 %
+NOISES = 16  # pairs of equal cycles over which the noise is averaged
+DOUBT = 0.08  # variance of a table entry, relative to the other entries, before the first visit
+DRIFT = 0.02  # variance per cycle of the load that all depths share
+UNKNOWN = 1.0  # variance of the load before it is measured: the first cycles may be unlike all later ones
+TRUSTED = 100  # visits after which confidence in an entry stops growing
+FIRST = 3  # cycles whose median is the first load: the very first one runs on cold caches
+CONTRAST = 4  # cycles after a change of depth that compare the two depths
+LEARNING = 10  # visits during which an entry also moves its unvisited neighbours
+# rates
+STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
+DRAFTS = 16  # drafts over which their seconds are averaged
+
+
+class Counts:
+    """Decayed counts by lookahead position: cycles that got to it, and those of them that got past it."""
+
+    def __init__(self, positions: int, window: int) -> None:
+        self._keep = 1.0 - 1.0 / window
+        self.seen = [0.0] * positions
+        self.passed = [0.0] * positions
+
+    def observe(self, asked: int, passed: int) -> None:
+        """Count a cycle that asked for so many tokens and got past the first ``passed`` positions."""
+        for position in range(min(asked, passed + 1, len(self.seen))):
+            self.seen[position] = self.seen[position] * self._keep + 1.0
+            self.passed[position] = self.passed[position] * self._keep + (position < passed)
+
+    def forget(self) -> None:
+        """Discard all counts."""
+        self.seen, self.passed = [0.0] * len(self.seen), [0.0] * len(self.seen)
+
+    def adopt(self, other: Counts) -> None:
+        """Start from another generation's counts, weighted as at most ``CARRIED`` observations."""
+        for position in range(min(len(self.seen), len(other.seen))):
+            share = min(1.0, CARRIED / max(other.seen[position], CARRIED))
+            self.seen[position], self.passed[position] = share * other.seen[position], share * other.passed[position]
+
+    def ratio(self, position: int, prior: float) -> float:
+        """The share that got past a position; the prior counts as ``PRIOR_WEIGHT`` observations."""
+        return (self.passed[position] + PRIOR_WEIGHT * prior) / (self.seen[position] + PRIOR_WEIGHT)
+
+
+class PassCosts:
+    """Seconds of a cycle without its draft, by drafted tokens.
+
+    ``log seconds = log table[tokens] + load + own[tokens]``. All depths share the load (other work, clock rate); it
+    changes fast and does not affect comparisons of depths. A depth's own correction is learnt from visits and changes
+    slowly; an unvisited depth is interpolated from its nearest visited neighbours. Both are estimated by a filter of
+    two scalars that ignores their covariance.
+    """
+
+    def __init__(self, table: Sequence[float]) -> None:
+        self._table = [math.log(max(seconds, CLOCK_STEP)) for seconds in table]
+        self._own = [0.0] * len(table)
+        self._visits = [0] * len(table)
+        self._first: list[float] = []
+        self._load = 0.0  # of this generation, first measured after FIRST cycles
+        self._load_doubt = UNKNOWN  # its variance
+        self._noise = NOISE
+        self._contrast = 0  # cycles for which the load is still that of another depth
+        self._before = (-1, 0.0)  # drafted tokens and log seconds of the previous cycle
+        self.seconds = [math.exp(value) for value in self._table]
+        """By drafted tokens, at the table's load; depths are compared by these."""
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn that a cycle with ``tokens`` drafted tokens took ``seconds``; ignores drafts beyond the table."""
+        if tokens >= len(self._own):
+            return
+        logged = math.log(max(seconds, CLOCK_STEP))
+        measured = logged - self._table[tokens] - self._own[tokens]
+        same, earlier = self._before[0] == tokens, self._before[1]
+        self._contrast = CONTRAST if not same and len(self._first) == FIRST else max(self._contrast - 1, 0)
+        self._before = tokens, logged
+        if same:  # the difference of two equal cycles depends on neither table nor load
+            self._noise += (min(abs(logged - earlier), SLOWER) ** 2 / 2 - self._noise) / NOISES
+        if len(self._first) < FIRST:
+            self._first.append(measured)
+            self._load = statistics.median(self._first)
+            return
+        surprise = min(max(measured - self._load, -FASTER), SLOWER)
+        # Cycles of a single depth say nothing about its cost relative to others: attribute all of it to the load.
+        doubt = DOUBT / (1 + self._visits[tokens]) if self._contrast else 0.0
+        total = doubt + self._load_doubt + self._noise
+        self._load += surprise * self._load_doubt / total
+        self._own[tokens] += surprise * doubt / total
+        self._load_doubt = max(DRIFT, self._load_doubt * (1 - self._load_doubt / total))
+        if not self._contrast:
+            return
+        self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
+        if self._visits[tokens] <= LEARNING:
+            self._price_all()
+        else:
+            self._price(tokens)
+
+    @property
+    def load(self) -> float:
+        """What the present load multiplies every time with."""
+        return math.exp(self._load)
+
+    def now(self, tokens: int) -> float:
+        """The seconds of a cycle at the present load."""
+        return self.seconds[tokens] * self.load
+
+    def plain(self, cycle: CycleRecord) -> float:
+        """The seconds of a plain cycle at the present load. No pass is cheaper than one of a single row."""
+        return min(self.now(0), cycle.verify_seconds + cycle.commit_seconds)
+
+    def loss(self, cycle: CycleRecord) -> float:
+        """Seconds that a cycle took longer than plain decoding of its tokens; negative if it was faster."""
+        expected = self.now(min(cycle.offered, len(self.seconds) - 1))
+        verified = min(cycle.verify_seconds + cycle.commit_seconds, math.exp(SLOWER) * expected)
+        return cycle.draft_seconds + verified - self.plain(cycle) * len(cycle.emitted)
+
+    def adopt(self, other: PassCosts) -> None:
+        """Start from what another generation with the same table learnt; the load is measured again."""
+        self._own, self._visits = list(other._own), list(other._visits)
+        self._price_all()
+
+    def _price(self, tokens: int) -> None:
+        self.seconds[tokens] = math.exp(self._table[tokens] + self._own[tokens])
+
+    def _price_all(self) -> None:
+        visited = [tokens for tokens, count in enumerate(self._visits) if count]
+        for tokens, count in enumerate(self._visits):
+            if not count:
+                self._own[tokens] = self._between(tokens, visited)
+            self._price(tokens)
+
+    def _between(self, tokens: int, visited: list[int]) -> float:
+        """The estimate for an unvisited entry. Plain decoding says nothing about the cost of drafts."""
+        visited = [v for v in visited if v > 0]
+        low = max((v for v in visited if v < tokens), default=None)
+        high = min((v for v in visited if v > tokens), default=None)
+        if low is None or high is None:
+            nearest = low if low is not None else high
+            return 0.0 if nearest is None else self._own[nearest]
+        share = (tokens - low) / (high - low)
+        return self._own[low] + share * (self._own[high] - self._own[low])
+
+
+class DraftCosts:
+    """Seconds of a draft by its tokens, at the table's load.
+
+    A line through decayed observations and through the table's costs of the shortest and the deepest draft, which count
+    as one observation each: drafters take their time per draft or per token, and a chain of drafters mixes the two.
+    """
+
+    def __init__(self, table: Sequence[float]) -> None:
+        self._table = table
+        deepest = len(table) - 1
+        self._prior = [(1, table[1]), (deepest, table[deepest])]
+        self._sums = [0.0] * 5  # of 1, x, x x, y and x y, for x tokens and y seconds
+        self._fit()
+
+    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+        """Learn that a draft took ``seconds``; one of more than twice the expected and a ``plain`` cycle is clipped."""
+        seconds = min(seconds, 2.0 * self(tokens) + plain)
+        terms = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._sums = [held * (1.0 - 1.0 / DRAFTS) + term for held, term in zip(self._sums, terms, strict=True)]
+        self._fit()
+
+    def __call__(self, tokens: int) -> float:
+        """The expected seconds of a draft."""
+        return max(self._first + self._step * tokens, 0.0)
+
+    def adopt(self, other: DraftCosts) -> None:
+        """Continue with what another generation with the same table learnt."""
+        self._sums = other._sums
+        self._fit()
+
+    def _fit(self) -> None:
+        count, x, xx, y, xy = self._sums
+        for tokens, seconds in self._prior:
+            count, x, xx = count + 1, x + tokens, xx + tokens * tokens
+            y, xy = y + seconds, xy + tokens * seconds
+        spread = count * xx - x * x
+        self._step = max((count * xy - x * y) / spread, 0.0) if spread > 0.0 else 0.0
+        self._first = (y - self._step * x) / count
+
+
+class Rates:
+    """The rate ``E(k) / t(k)`` of every depth k, learnt from cycles.
+
+    Cycles are renewals, so this is the long-run rate of tokens at depth k. t comes from ``PassCosts`` and
+    ``DraftCosts``, E from two decayed ratios by lookahead position; neither assumes that drafter and target are
+    independent.
+
+    *Gain* of position i: of the cycles that asked for more than i tokens and accepted the first i, the share that also
+    accepted token i. The product of gains is the survival A_i; a cycle of depth k gives ``E(k) = 1 + A_1 + ... + A_k``
+    tokens. *Offer* of position i: of the cycles that asked for more than i tokens and got at least i, the share that
+    got one more. A drafter may give fewer tokens than asked for, and a shorter draft costs less.
+
+    Args:
+        passes: what cycles cost without their drafts; shared by the drafters of a chain, and learnt elsewhere.
+        drafts: seconds of a draft by its tokens, from 0 to the deepest, in the same unit.
+        window: cycles that acceptance remembers.
+
+    Attributes:
+        by_depth: tokens per second, from depth 0 to the deepest draft; computed by ``update``.
+        plain_cycles: consecutive cycles without a draft of this drafter.
+    """
+
+    def __init__(self, passes: PassCosts, drafts: Sequence[float], window: int) -> None:
+        self._passes, self._drafts = passes, DraftCosts(drafts)
+        self._gains, self._offers = Counts(len(drafts) - 1, window), Counts(len(drafts) - 1, window)
+        self._slowness = 1.0  # seconds of the last draft / expected
+        self.plain_cycles = 0
+        self.by_depth: list[float] = []
+        self.update()
+
+    @property
+    def first_acceptance(self) -> float:
+        """The estimated acceptance at position 0."""
+        return self._gains.ratio(0, FIRST_GUESS)
+
+    @property
+    def drafts(self) -> float:
+        """Decayed count of the cycles that observed position 0."""
+        return self._gains.seen[0]
+
+    def adopt(self, other: Rates) -> None:
+        """Start from what another generation learnt; its acceptance counts for less."""
+        self._gains.adopt(other._gains)
+        self._offers.adopt(other._offers)
+        self._drafts.adopt(other._drafts)
+        self._slowness = other._slowness
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the drafter has been idle for so long that its next draft takes unusually long."""
+        return self.plain_cycles >= STALE
+
+    def worst_loss(self, depth: int) -> float:
+        """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as slow as the last."""
+        draft = self._drafts(depth) * max(self._slowness, 1.0)
+        return (draft + self._passes.seconds[depth] - self._passes.seconds[0]) * self._passes.load
+
+    def observe(self, cycle: CycleRecord) -> None:
+        """Learn acceptance and the seconds of a draft; those of a drafter that catches up are ignored."""
+        self._count(cycle)
+        if not cycle.depth:
+            self.plain_cycles += 1
+            return
+        if not self.catching_up:
+            seconds = cycle.draft_seconds / self._passes.load
+            self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
+            self._slowness = seconds / max(self._drafts(cycle.offered), CLOCK_STEP)
+        if cycle.offered:
+            self.plain_cycles = 0
+
+    def _count(self, cycle: CycleRecord) -> None:
+        self._gains.observe(cycle.depth, cycle.accepted)
+        self._offers.observe(cycle.depth, cycle.offered)
+
+    def restart(self, cycle: CycleRecord) -> None:
+        """Discard what was learnt about acceptance and start again from this cycle."""
+        self._gains.forget()
+        self._offers.forget()
+        self._count(cycle)
+
+    def update(self) -> None:
+        """Compute ``by_depth``. t(k) is the mean over the drafts returned for depth k.
+
+        The prior of a gain is the acceptance of offered tokens at the position before it. A drafter is assumed to give
+        as many tokens as asked for until it does not.
+        """
+        rates = []
+        tokens = survival = reached = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
+        shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability
+        guess = FIRST_GUESS
+        for position, seconds in enumerate(self._passes.seconds):
+            drafted = seconds + self._drafts(position)
+            rates.append(tokens / (shorter + reached * (drafted if position else seconds)))
+            if position == len(self._gains.seen):
+                break
+            gain, offer = self._gains.ratio(position, guess), self._offers.ratio(position, 1.0)
+            guess = min(gain / offer, 1.0)
+            survival *= gain
+            tokens += survival
+            shorter += reached * (1.0 - offer) * drafted
+            reached *= offer
+        self.by_depth = rates
