@@ -29,6 +29,7 @@ OPENING = 2  # cycles of each depth tried at the start if nothing was measured
 TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
 NEARER = 4  # while speculation is on, trials are this many times as frequent, because they cost less
 HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
+PACE = 16  # cycles over which the rate of a whole chain is averaged
 # the budget
 SHARE = 0.03  # of the decoding time so far that drafting may lose against plain decoding
 GRANT = 6.0  # plain cycles that it may lose in any case
@@ -235,7 +236,7 @@ class DrafterDepth:
         self._lasted = 0  # cycles since speculation went on
         self._patient = False  # whether speculation is on for the first time
         self.depth = 0
-        self.depth = self._best()
+        self.depth = self._best(0.0)
         if last is None:
             self._patient = self.depth > 0
             if self.depth == 0 and not self.trials.opening:
@@ -261,8 +262,12 @@ class DrafterDepth:
     def affordable(self, budget: Budget, depth: int) -> bool:
         return budget.affords(self.rates.worst_loss(depth))
 
-    def observe(self, cycle: CycleRecord) -> None:
-        """Learn from a cycle that asked this drafter, or that asked none."""
+    def observe(self, cycle: CycleRecord, pace: float) -> None:
+        """Learn from a cycle that asked this drafter, or that asked none.
+
+        Args:
+            pace: tokens per second of the chain, at the table's load; 0 for a drafter that is alone.
+        """
         rates, trials = self.rates, self.trials
         rates.observe(cycle)
         trials.passed(len(cycle.emitted))
@@ -270,18 +275,25 @@ class DrafterDepth:
             rates.restart(cycle)
         trials.observe(cycle, self.depth, rates.first_acceptance)
         rates.update()
-        self._move(self._best())
+        self._move(self._best(pace))
 
     def idle(self, tokens: int) -> None:
         """Count the tokens of a cycle that did without this drafter."""
         self.rates.plain_cycles += 1
         self.trials.passed(tokens)
 
-    def _best(self) -> int:
-        """The depth with the best rate, or the current one if the gain is too small and it beats plain decoding."""
-        rates, depth = self.rates.by_depth, self.depth
-        best = rates.index(max(rates))
-        enough = rates[best] > rates[depth] * (1.0 + self._min_gain) or rates[depth] < rates[0]
+    def _best(self, pace: float) -> int:
+        """The best depth, or the current one if the gain is too small and it beats plain decoding.
+
+        Alone, a drafter's best depth is that of the best rate, r = E(k) / t(k), which is also that of the largest
+        E(k) - r t(k). In a chain that is faster than that, time is worth the chain's pace: the largest
+        E(k) - pace t(k) counts, and a slow drafter stays out of the way of a quick one.
+        """
+        rates, tokens, depth = self.rates.by_depth, self.rates.tokens, self.depth
+        pace = max(pace, *rates)
+        worth = [count - pace * seconds for count, seconds in zip(tokens, self.rates.seconds, strict=True)]
+        best = worth.index(max(worth))
+        enough = worth[best] - worth[depth] > self._min_gain * tokens[depth] or rates[depth] < rates[0]
         chosen = best if enough else depth
         if chosen == 0 and depth and self._patient and self.rates.drafts < PATIENCE:
             return 1  # a few wrong drafts at the start are more often bad luck than a bad drafter
@@ -313,6 +325,7 @@ class AdaptivePolicy(DepthPolicy):
             self._passes.adopt(last._passes)
             self._budget = attrs.evolve(last._budget)
         self._drafters: dict[str, DrafterDepth] = {}
+        self._tokens = self._seconds = 0.0  # decayed sums, at the table's load
         self._asked: dict[str, int] = {}  # the depths that a chain asked for in this cycle
         for name in self._last or [""]:
             self._of(name)
@@ -350,7 +363,8 @@ class AdaptivePolicy(DepthPolicy):
 
     def record(self, cycle: CycleRecord) -> None:
         drafters = self._drafters.values()
-        self._budget.passed(cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds)
+        seconds = cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
+        self._budget.passed(seconds)
         if not cycle.depth and all(one.quiet for one in drafters):
             if any(one.rates.plain_cycles % SELDOM for one in drafters):  # overhead here slows plain decoding
                 for one in drafters:
@@ -363,10 +377,13 @@ class AdaptivePolicy(DepthPolicy):
         self._budget.plain = self._passes.plain(cycle)
         if cycle.depth:
             self._budget.charge(self._passes.loss(cycle))
+        self._tokens += len(cycle.emitted) - self._tokens / PACE
+        self._seconds += seconds / self._passes.load - self._seconds / PACE
+        pace = self._tokens / self._seconds if len(drafters) > 1 and self._seconds else 0.0
         for name, one in self._drafters.items():
             if drafting in (None, one):
                 depth = min(self._asked.get(name, cycle.depth), cycle.depth)
-                one.observe(cycle if depth == cycle.depth else attrs.evolve(cycle, depth=depth))
+                one.observe(cycle if depth == cycle.depth else attrs.evolve(cycle, depth=depth), pace)
             else:
                 one.idle(len(cycle.emitted))
         self._asked.clear()

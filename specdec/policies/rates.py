@@ -160,21 +160,23 @@ class PassCosts:
 class DraftCosts:
     """Seconds of a draft by its tokens, at the table's load.
 
-    A line through decayed observations and through the table's costs of the shortest and the deepest draft, which count
-    as one observation each: drafters take their time per draft or per token, and a chain of drafters mixes the two.
+    A line through decayed observations and through the table's costs of the shortest and the deepest draft, scaled to
+    the observations, which count as one observation each: drafters take their time per draft or per token, and a table
+    of a chain mixes drafters. Without costs in the table, drafts of twice the tokens are assumed to take twice as long.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
-        self._table = table
-        deepest = len(table) - 1
-        self._prior = [(1, table[1]), (deepest, table[deepest])]
-        self._sums = [0.0] * 5  # of 1, x, x x, y and x y, for x tokens and y seconds
+        self._table = table if any(table) else [tokens * CLOCK_STEP for tokens in range(len(table))]
+        self._sums = [0.0] * 6  # of 1, x, x x, y, x y and the table at x, for x tokens and y seconds
         self._fit()
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
-        """Learn that a draft took ``seconds``; one of more than twice the expected and a ``plain`` cycle is clipped."""
-        seconds = min(seconds, 2.0 * self(tokens) + plain)
-        terms = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        """Learn that a draft took ``seconds``; but for the first, twice the expected and a ``plain`` cycle at most."""
+        if tokens >= len(self._table):
+            return
+        if self._sums[0]:
+            seconds = min(seconds, 2.0 * self(tokens) + plain)
+        terms = (1.0, tokens, tokens * tokens, seconds, tokens * seconds, self._table[tokens])
         self._sums = [held * (1.0 - 1.0 / DRAFTS) + term for held, term in zip(self._sums, terms, strict=True)]
         self._fit()
 
@@ -188,8 +190,10 @@ class DraftCosts:
         self._fit()
 
     def _fit(self) -> None:
-        count, x, xx, y, xy = self._sums
-        for tokens, seconds in self._prior:
+        count, x, xx, y, xy, expected = self._sums
+        scale = y / expected if expected else 1.0
+        for tokens in (1, len(self._table) - 1):
+            seconds = scale * self._table[tokens]
             count, x, xx = count + 1, x + tokens, xx + tokens * tokens
             y, xy = y + seconds, xy + tokens * seconds
         spread = count * xx - x * x
@@ -215,7 +219,7 @@ class Rates:
         window: cycles that acceptance remembers.
 
     Attributes:
-        by_depth: tokens per second, from depth 0 to the deepest draft; computed by ``update``.
+        tokens, seconds, by_depth: E(k), t(k) and their ratio, from depth 0 to the deepest; computed by ``update``.
         plain_cycles: consecutive cycles without a draft of this drafter.
     """
 
@@ -224,6 +228,8 @@ class Rates:
         self._gains, self._offers = Counts(len(drafts) - 1, window), Counts(len(drafts) - 1, window)
         self._slowness = 1.0  # seconds of the last draft / expected
         self.plain_cycles = 0
+        self.tokens: list[float] = []
+        self.seconds: list[float] = []
         self.by_depth: list[float] = []
         self.update()
 
@@ -278,18 +284,19 @@ class Rates:
         self._count(cycle)
 
     def update(self) -> None:
-        """Compute ``by_depth``. t(k) is the mean over the drafts returned for depth k.
+        """Compute E(k), t(k) and the rates. t(k) is the mean over the drafts returned for depth k.
 
         The prior of a gain is the acceptance of offered tokens at the position before it. A drafter is assumed to give
         as many tokens as asked for until it does not.
         """
-        rates = []
+        self.tokens, self.seconds = [], []
         tokens = survival = reached = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability
         guess = FIRST_GUESS
         for position, seconds in enumerate(self._passes.seconds):
             drafted = seconds + self._drafts(position)
-            rates.append(tokens / (shorter + reached * (drafted if position else seconds)))
+            self.tokens.append(tokens)
+            self.seconds.append(shorter + reached * (drafted if position else seconds))
             if position == len(self._gains.seen):
                 break
             gain, offer = self._gains.ratio(position, guess), self._offers.ratio(position, 1.0)
@@ -298,4 +305,4 @@ class Rates:
             tokens += survival
             shorter += reached * (1.0 - offer) * drafted
             reached *= offer
-        self.by_depth = rates
+        self.by_depth = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
