@@ -29,7 +29,7 @@ import torch
 import specdec
 from benchmarks.against_llama_cpp import Theirs
 from benchmarks.common import Tally, machine, median, save
-from benchmarks.released_page import page
+from benchmarks.released_page import WITH_DRAFT, page
 from specdec.checkpoints import locate
 from specdec.config import Choice, TargetConfig
 from specdec.contract import PrepareEnv
@@ -58,6 +58,8 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     lm = specdec.load(model, dtype=options.dtype)
     arms: dict[str, tuple[Any, int | None]] = {"plain": (plain(lm), None), "default": (lm, None)}
     draft = {str(locate(target)): draft for target, draft in options.draft}.get(model)
+    if draft:
+        arms[WITH_DRAFT] = specdec.load(model, dtype=options.dtype, drafter={"model": draft}), None
     choices = [Choice(name) for name in options.drafters]
     for choice in [*choices, Choice("draft_model", {"model": draft})] if draft else choices:
         drafting = with_drafter(lm, choice)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+WITH_DRAFT = "default with the draft model"
 FULL_TASKS, FULL_TOKENS = 10, 200  # prompts of a kind and tokens of an answer; less is called a sample
 
 
@@ -65,9 +66,12 @@ def _speeds(tasks: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "plain, tokens/s", *(f"{speed:.1f}" for speed in speeds["plain"])
     for arm in arms[1:]:
         yield f"{arm} / plain", *(f"{a / b:.2f}" for a, b in zip(speeds[arm], speeds["plain"], strict=True))
-    if fixed := [speeds[arm] for arm in arms if arm not in ("plain", "default", "llama.cpp")]:
-        best = map(max, zip(*fixed, strict=True))
-        yield "default / best fixed depth", *(f"{a / b:.2f}" for a, b in zip(speeds["default"], best, strict=True))
+    fixed = [arm for arm in arms if arm not in ("plain", "default", WITH_DRAFT, "llama.cpp")]
+    for default in ("default", WITH_DRAFT):
+        others = [speeds[arm] for arm in fixed if default == WITH_DRAFT or not arm.startswith("draft_model")]
+        if default in arms and others:
+            best = map(max, zip(*others, strict=True))
+            yield f"{default} / best fixed depth", *(f"{a / b:.2f}" for a, b in zip(speeds[default], best, strict=True))
 
 
 def _speed(tally: Mapping[str, Any]) -> float:
@@ -77,7 +81,7 @@ def _speed(tally: Mapping[str, Any]) -> float:
 def _acceptance(tasks: Mapping[str, Any], deepest: int) -> Iterator[tuple[str, ...]]:
     """By task: default settings, and every drafter at its deepest."""
     for arm in next(iter(tasks.values()))["arms"]:
-        if arm != "default" and not arm.endswith(f" {deepest}"):
+        if arm not in ("default", WITH_DRAFT) and not arm.endswith(f" {deepest}"):
             continue
         for name, task in tasks.items():
             tally = task["arms"][arm]

@@ -84,6 +84,8 @@ def load(
 
 def _choice(table: str, given: str | Mapping[str, Any]) -> Choice:
     named = {"name": given} if isinstance(given, str) else given
+    if table == "drafter" and "model" in named:
+        named = {"name": "auto", **named}
     return structure_options(named, Choice, table)
 
 

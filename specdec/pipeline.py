@@ -23,12 +23,14 @@ log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
+LOOK_UP = {"name": "ngram", "min_order": 4}  # in front of a draft model
+
 
 def build(config: RunConfig) -> LanguageModel:
     """Load the target and compose the pipeline. Raises: SpecdecError with the reason."""
     verifier = make_verifier(config.verifier)  # wrong names and options fail before gigabytes of weights are read
     depth = DepthPart.of(FIXED_DEPTH if config.depth.name == "auto" else config.depth)
-    named = None if config.drafter.name == "auto" else DrafterPart.of(config.drafter)
+    named = _named(config.drafter)
     loaded = load_target(config)
     target, notices = loaded.target, list(loaded.notices)
     drafter = named or DrafterPart.of(Choice("mtp" if target.info.mtp_layers else "ngram", source="drafter = auto"))
@@ -76,6 +78,19 @@ def build(config: RunConfig) -> LanguageModel:
     for notice in notices:
         log.info("notice", text=notice)
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
+
+
+def _named(choice: Choice) -> DrafterPart | None:
+    """The drafter that is chosen, or None where the target's checkpoint decides.
+
+    A draft model without a drafter's name is asked where a look-up finds no long match, which costs nothing.
+    """
+    if choice.name != "auto":
+        return DrafterPart.of(choice)
+    if not choice.drafts_with_a_model:
+        return None
+    chain = [LOOK_UP, {"name": "draft_model", **choice.options}]
+    return DrafterPart.of(Choice("first_of", {"drafters": chain}, source=choice.source))
 
 
 def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:

@@ -77,7 +77,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
         _layered(data, str(path), wins[:count])
     for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
         choice: Choice = getattr(config, table)
-        if choice.name == "auto" and choice.options:
+        if choice.name == "auto" and choice.options and not choice.drafts_with_a_model:
             option = next(iter(choice.options))
             raise ConfigError(
                 f"{table}.{option} is an option of a {kind}, but none is chosen: {table}.name is 'auto'."

@@ -57,6 +57,11 @@ class Choice:
     options: Mapping[str, Any] = attrs.field(factory=dict)
     source: str = _source()
 
+    @property
+    def drafts_with_a_model(self) -> bool:
+        """Whether no drafter is named, but a model to draft with (``drafter.model``)."""
+        return self.name == "auto" and "model" in self.options
+
     @classmethod
     def from_table(cls, value: Any) -> Choice:
         """A plugin table: ``name`` plus the plugin's options. Raises: Mismatch or FieldError."""

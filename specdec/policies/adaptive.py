@@ -289,12 +289,17 @@ class DrafterDepth:
         E(k) - r t(k). In a chain that is faster than that, time is worth the chain's pace: the largest
         E(k) - pace t(k) counts, and a slow drafter stays out of the way of a quick one.
         """
-        rates, tokens, depth = self.rates.by_depth, self.rates.tokens, self.depth
-        pace = max(pace, *rates)
-        worth = [count - pace * seconds for count, seconds in zip(tokens, self.rates.seconds, strict=True)]
-        best = worth.index(max(worth))
-        enough = worth[best] - worth[depth] > self._min_gain * tokens[depth] or rates[depth] < rates[0]
-        chosen = best if enough else depth
+        rates, depth = self.rates.by_depth, self.depth
+        fastest = max(rates)
+        if pace > fastest:
+            tokens, seconds = self.rates.tokens, self.rates.seconds
+            worth = [count - pace * spent for count, spent in zip(tokens, seconds, strict=True)]
+            best = worth.index(max(worth))
+            enough = worth[best] - worth[depth] > self._min_gain * tokens[depth]
+        else:
+            best = rates.index(fastest)
+            enough = fastest > rates[depth] * (1.0 + self._min_gain)
+        chosen = best if enough or rates[depth] < rates[0] else depth
         if chosen == 0 and depth and self._patient and self.rates.drafts < PATIENCE:
             return 1  # a few wrong drafts at the start are more often bad luck than a bad drafter
         return chosen

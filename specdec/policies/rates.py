@@ -163,42 +163,54 @@ class DraftCosts:
     A line through decayed observations and through the table's costs of the shortest and the deepest draft, scaled to
     the observations, which count as one observation each: drafters take their time per draft or per token, and a table
     of a chain mixes drafters. Without costs in the table, drafts of twice the tokens are assumed to take twice as long.
+
+    Attributes:
+        line: seconds of a draft of no tokens, and of each token.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
         self._table = table if any(table) else [tokens * CLOCK_STEP for tokens in range(len(table))]
-        self._sums = [0.0] * 6  # of 1, x, x x, y, x y and the table at x, for x tokens and y seconds
+        deepest = len(table) - 1
+        self._ends = (1, deepest, self._table[1], self._table[deepest])
+        self._count = self._x = self._xx = self._y = self._xy = self._expected = 0.0  # decayed sums, y in seconds
         self._fit()
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """Learn that a draft took ``seconds``; but for the first, twice the expected and a ``plain`` cycle at most."""
         if tokens >= len(self._table):
             return
-        if self._sums[0]:
+        if self._count:
             seconds = min(seconds, 2.0 * self(tokens) + plain)
-        terms = (1.0, tokens, tokens * tokens, seconds, tokens * seconds, self._table[tokens])
-        self._sums = [held * (1.0 - 1.0 / DRAFTS) + term for held, term in zip(self._sums, terms, strict=True)]
+        keep = 1.0 - 1.0 / DRAFTS
+        self._count = keep * self._count + 1.0
+        self._x = keep * self._x + tokens
+        self._xx = keep * self._xx + tokens * tokens
+        self._y = keep * self._y + seconds
+        self._xy = keep * self._xy + tokens * seconds
+        self._expected = keep * self._expected + self._table[tokens]
         self._fit()
 
     def __call__(self, tokens: int) -> float:
         """The expected seconds of a draft."""
-        return max(self._first + self._step * tokens, 0.0)
+        first, step = self.line
+        return max(first + step * tokens, 0.0)
 
     def adopt(self, other: DraftCosts) -> None:
         """Continue with what another generation with the same table learnt."""
-        self._sums = other._sums
+        self._count, self._x, self._xx = other._count, other._x, other._xx
+        self._y, self._xy, self._expected = other._y, other._xy, other._expected
         self._fit()
 
     def _fit(self) -> None:
-        count, x, xx, y, xy, expected = self._sums
-        scale = y / expected if expected else 1.0
-        for tokens in (1, len(self._table) - 1):
-            seconds = scale * self._table[tokens]
-            count, x, xx = count + 1, x + tokens, xx + tokens * tokens
-            y, xy = y + seconds, xy + tokens * seconds
+        near, far, low, high = self._ends
+        scale = self._y / self._expected if self._expected else 1.0
+        low, high = scale * low, scale * high
+        count, x, xx = self._count + 2.0, self._x + near + far, self._xx + near * near + far * far
+        y, xy = self._y + low + high, self._xy + near * low + far * high
         spread = count * xx - x * x
-        self._step = max((count * xy - x * y) / spread, 0.0) if spread > 0.0 else 0.0
-        self._first = (y - self._step * x) / count
+        step = (count * xy - x * y) / spread if spread > 0.0 else 0.0
+        step = step if step > 0.0 else 0.0
+        self.line = (y - step * x) / count, step
 
 
 class Rates:
@@ -289,14 +301,17 @@ class Rates:
         The prior of a gain is the acceptance of offered tokens at the position before it. A drafter is assumed to give
         as many tokens as asked for until it does not.
         """
-        self.tokens, self.seconds = [], []
+        self.tokens, self.seconds, self.by_depth = [], [], []
         tokens = survival = reached = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability
-        guess = FIRST_GUESS
+        guess, (first, step) = FIRST_GUESS, self._drafts.line
         for position, seconds in enumerate(self._passes.seconds):
-            drafted = seconds + self._drafts(position)
+            draft = first + step * position
+            drafted = seconds + draft if draft > 0.0 else seconds
+            spent = shorter + reached * (drafted if position else seconds)
             self.tokens.append(tokens)
-            self.seconds.append(shorter + reached * (drafted if position else seconds))
+            self.seconds.append(spent)
+            self.by_depth.append(tokens / spent)
             if position == len(self._gains.seen):
                 break
             gain, offer = self._gains.ratio(position, guess), self._offers.ratio(position, 1.0)
@@ -305,4 +320,3 @@ class Rates:
             tokens += survival
             shorter += reached * (1.0 - offer) * drafted
             reached *= offer
-        self.by_depth = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]

@@ -52,7 +52,9 @@ def _speculative(config: RunConfig, notes: list[str]) -> Mapping[str, Any] | Non
         depth = int(config.depth.options.get("depth", DEPTH))
     else:
         notes.append(f"vLLM drafts a fixed number of tokens, here {DEPTH}: --depth sets another")
-    if drafter.name == "auto":
+    if drafter.drafts_with_a_model:
+        drafter = Choice("draft_model", drafter.options)
+    elif drafter.name == "auto":
         report = inspect_checkpoint(config.target.model, revision=config.target.revision).to_dict()
         has_head = "mtp" in report.get("parameters", {})
         drafter = Choice("mtp" if has_head else "ngram")

@@ -171,6 +171,26 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
     event(f"{sum(any(counts) for counts in expected.values())} of the drafters drafted")
 
 
+def test_each_is_asked_for_its_own_depth_and_names_its_draft():
+    played = ScriptedSession.start(subject(*(Choice("noted", {"number": number}) for number in range(3))))
+    played.feed([1, 2, 3])
+    context, limits = played.context(), {"noted": 0, "noted#2": 2, "noted#3": 4}
+    assert played.drafter.propose(context, 3).drafter == "noted"
+    context.depth_of = lambda drafter, depth: min(limits[drafter], depth)
+    draft = played.drafter.propose(context, 3)
+    assert (draft.tokens, draft.drafter) == ((1, 1), "noted#2")
+    assert [[call[2] for call in child.calls if call[0] == "propose"] for child in made] == [[3], [2], []]
+
+
+def test_a_model_to_draft_with_follows_a_look_up():
+    text, settings = "a b c d e f a b c d e f a b", {"max_new_tokens": 40}
+    plain = specdec.load(drafter="none").generate(text, **settings)
+    result = specdec.load(drafter={"model": "demo"}).generate(text, **settings)
+    assert result.tokens == plain.tokens
+    assert sum(one["drafts"] for one in result.stats.draft["drafters"].values())
+    assert list(result.stats.draft["drafters"]) == ["ngram", "draft_model"]
+
+
 def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
     """The others go on drafting, and the report names the member."""
     made.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import statistics
 
 import pytest
 
@@ -101,6 +103,33 @@ def test_a_slow_drafter_that_is_right_gets_its_chance():
     for seed in range(5):
         asked = [cycle.asked for cycle in play(adaptive(process.table()), process, 1500, seed)]
         assert sum(depth > 3 for depth in asked[-300:]) > 250
+
+
+@pytest.mark.parametrize(("often", "deep", "slow"), [(0.0, [], [3, 4]), (0.3, [6], [1, 2, 3]), (0.95, [6], [0])])
+def test_the_drafters_of_a_chain_have_depths_of_their_own(often, deep, slow):
+    """A look-up that costs nothing and is nearly always right, and a model whose draft takes .3 plain cycles a token:
+    alone it drafts 3 or 4, beside the look-up fewer, and nothing where time is worth more than it gives."""
+    for seed in range(4):
+        rng, policy, depths = random.Random(seed), adaptive(None), []
+        for _ in range(600):
+            asked, name, depth, rate = policy.next_depth(Stats()), "", 0, 0.0
+            if asked and rng.random() < often:
+                name, depth, rate = "look-up", policy.depth_of("look-up", asked), 0.98
+            elif asked:
+                policy.depth_of("look-up", asked)
+            if asked and not depth:
+                name, depth, rate = "model", policy.depth_of("model", asked), 0.85
+            accepted = next((at for at in range(depth) if rng.random() > rate), depth)
+            seconds = 0.3 * depth if name == "model" else 0.0
+            emitted = (0,) * (accepted + 1)
+            depths.append((name if depth else "", depth))
+            record = CycleRecord(9, asked, depth, accepted, emitted, seconds, 1 + 0.02 * depth, 0.0, (0,) * depth, name)
+            policy.record(record)
+        last = [depth for name, depth in depths[300:] if name == "model"]
+        plain = sum(name == "" for name, _ in depths[300:])
+        usual = 0 if plain > len(last) else statistics.mode(last)
+        assert usual in slow
+        assert not deep or statistics.mode(depth for name, depth in depths[300:] if name == "look-up") in deep
 
 
 def test_a_draft_that_the_budget_forbids_has_a_reason():

@@ -40,6 +40,7 @@ def after(command, option):
             )
             for name in ("draft_model", "eagle3", "dflash", "dspark")
         ),
+        (["-s", "drafter.model=a/b"], {"method": "draft_model", "num_speculative_tokens": 2, "model": "a/b"}),
         (["--depth", 0], None),
     ],
 )
