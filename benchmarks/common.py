@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: options, interleaving, random checkpoints, the embedded model in two arms, and records."""
+"""Shared by the benchmarks: options, interleaving, random checkpoints, drafters side by side, and records."""
 
 from __future__ import annotations
 
@@ -285,31 +285,3 @@ def encoded_prompts(tokenizer: Any) -> dict[str, list[int]]:
 def measured_prompts() -> dict[str, list[Prompt]]:
     """``PROMPTS`` by class, in the form that measurements take."""
     return {name: [Prompt(kind=name, text=text, chat=name in CHAT)] for name, text in PROMPTS.items()}
-
-
-def embedded(depth: int, *, tokens: int, repeats: int, backend: str = "cpu") -> dict[str, Any]:
-    """Plain and speculative decoding of the embedded model by class of prompt, A B B A; outputs are compared."""
-    import specdec
-    from specdec.measuring.bench import compare
-
-    lm = specdec.load(depth=depth, backend=backend)
-    report = compare(lm, measured_prompts(), repeats=repeats, max_new_tokens=tokens)
-    classes = {
-        group.name: {
-            "plain_tokens_per_second": group.plain,
-            "speculative_tokens_per_second": group.speculative,
-            "ratio": group.speedup,
-            "tokens_per_cycle": group.tokens_per_cycle,
-            "offered": group.offered,
-            "reached": group.reached,
-            "accepted": group.accepted,
-        }
-        for group in report.classes
-    }
-    return {
-        "depth": depth,
-        "classes": classes,
-        "mean_ratio": statistics.fmean(group.speedup for group in report.classes),
-        "differing": [one.kind for one in report.prompts if one.differs_at is not None],
-        "outputs": {one.kind: list(one.plain[0].tokens) for one in report.prompts},
-    }

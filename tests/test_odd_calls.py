@@ -30,7 +30,6 @@ from specdec.decoding.conversation import Conversation
 from specdec.errors import SpecdecError
 from specdec.measuring import choose_prompts, load_prompts, own_prompts
 from specdec.measuring.acceptance import AcceptanceMeasurement
-from specdec.measuring.audit import audit
 from specdec.measuring.bench import BenchMeasurement
 from specdec.measuring.prompts import FOLDER
 from specdec.registry import registry
@@ -239,13 +238,6 @@ CALLS = [
         usual=lambda lm, at: {"name": "no such name", "model_type": "no such type"},
     ),
     *methods(type(registry()), ["entries", "has_distribution"], lambda lm, at: registry()),
-    Call(
-        "audit",
-        lambda lm, at: audit,
-        lambda lm, at: {"lm": lm, "prompt_tokens": [1, 2], "tokens": [3]},
-        outcome=lambda report: report.to_dict(),
-        settings=True,
-    ),
     Call("load_prompts", lambda lm, at: load_prompts, lambda lm, at: {"path": FOLDER / "copy.jsonl"}),
     Call("choose_prompts", lambda lm, at: choose_prompts, lambda lm, at: {"prompts": own_prompts()}),
     Call(

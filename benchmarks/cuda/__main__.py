@@ -1,19 +1,17 @@
-"""Check and time the CUDA backend in one process, with figures relative to the bandwidth measured in it.
+"""Time the CUDA backend in one process, with figures relative to the bandwidth measured in it.
 
-    python -m benchmarks.cuda --out FOLDER [--stage check,models,transformers,demo] [--shapes 0.8b,4b,9b] [--plot]
+    python -m benchmarks.cuda --out FOLDER [--stage models,transformers] [--shapes 0.8b,4b,9b]
 
-Stages run in the order given.
+Stages run in the order given. What must hold on a device is checked by ``pytest tests/backends/cuda -m gpu``.
 
     stream        the bandwidth of a stream read; always measured first
-    check         whole models: 64 greedy tokens plain, verified at depth 1, 3 and 7, op by op and from graphs: the same
-                  ids and bits of logits. The kernels' own checks are ``pytest tests/backends/cuda -m gpu``
-    models        device time of decode, verify(T), draft steps and commits; generations, plain and speculative
+    models        device time of decode, verify(T), draft steps and commits; generations, plain and speculative, whose
+                  tokens must be equal
     transformers  the same weights in transformers' generate, at its best setting
-    demo          the embedded model, plain and speculative, by class of prompt
 
 FOLDER/cuda.json is rewritten after every figure, so an end loses none. Weights are random and created on the device.
 
-The exit status is 1 if a parity gate or a part failed, 2 if there is no device, otherwise 0; a missed target is not an
+The exit status is 1 if tokens differ or a part failed, 2 if there is no device, otherwise 0; a missed target is not an
 error. With --smoke everything runs on the host with interpreted kernels and a toy shape; its figures mean nothing.
 """
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.cuda.shapes import Shape
     from benchmarks.cuda.timing import Lab
 
-STAGES = ("check", "models", "transformers", "demo")
+STAGES = ("models", "transformers")
 ORDER = ("0.8b", "4b", "9b")
 DEPTHS = (3, 4, 2, 1)  # of generations, the most promising first
 
@@ -85,8 +83,6 @@ class Session:
         lines = report.print_table(self.results, real=self.lab.real)
         self.data["table"] = [line.to_dict() for line in lines]
         self.write()
-        if self.options.plot:
-            report.plot(lines, self.path.with_suffix(".png"))
         for text in self.failures:
             print(f"FAILED: {text}")
         print(f"{self.path}: {len(self.failures)} failures")
@@ -94,10 +90,7 @@ class Session:
 
     def parts(self, stage: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
         """The parts of a stage, by name."""
-        if stage == "demo":
-            yield "embedded", self.demo
-            return
-        measure = {"check": self.check, "models": self.models, "transformers": self.transformers}[stage]
+        measure = {"models": self.models, "transformers": self.transformers}[stage]
         for shape in self.shapes:
             yield shape.name, lambda part, shape=shape: measure(shape, part)  # type: ignore[misc]
 
@@ -126,20 +119,12 @@ class Session:
 
     # --- stages ------------------------------------------------------------------------------------------------------
 
-    def check(self, shape: Shape, part: dict[str, Any]) -> None:
-        from benchmarks.cuda import models
-
-        sizes: dict[str, Any] = {} if self.lab.real else {"tokens": 3, "depths": (0, 1), "prompt_tokens": 3}
-        with tempfile.TemporaryDirectory() as folder:
-            part["gates"] = models.gates(shape, self.lab, Path(folder), self.dtype, **sizes)
-        self.failed(f"{shape.name}, whole model", part["gates"]["failures"])
-
     def models(self, shape: Shape, part: dict[str, Any]) -> None:
         from benchmarks.cuda import models
 
         real = self.lab.real
         with tempfile.TemporaryDirectory() as folder:
-            model = models.made(shape, self.lab, Path(folder), self.dtype)
+            model = models.Model(shape, self.lab, Path(folder), self.dtype)
             part["build_seconds"] = model.build_seconds
             part["kernels"] = model.target.info.kernels
             costs = models.passes(model, self.bandwidth, part, self.write, models.ROWS if real else (1, 2, 4))
@@ -150,32 +135,17 @@ class Session:
 
     def transformers(self, shape: Shape, part: dict[str, Any]) -> None:
         from benchmarks.cuda import models, peers
-        from benchmarks.cuda.weights import AGREEMENT
 
         generation = self.results.get("models", {}).get(shape.name, {}).get("generation", {})
         best = max(generation, key=lambda depth: generation[depth]["made"]["speedup"], default="3")
         real = self.lab.real
         with tempfile.TemporaryDirectory() as folder:
-            model = models.made(shape, self.lab, Path(folder), self.dtype)
+            model = models.Model(shape, self.lab, Path(folder), self.dtype)
             peers.beside_transformers(
-                model,
-                int(best),
-                part,
-                self.write,
-                agreement=AGREEMENT,
-                tokens=64 if real else 4,
-                repeats=2 if real else 1,
+                model, int(best), part, self.write, tokens=64 if real else 4, repeats=2 if real else 1
             )
         if not part["settings"]:
             raise RuntimeError(f"transformers' generate ran at no setting: {part['skipped']}")
-
-    def demo(self, part: dict[str, Any]) -> None:
-        from benchmarks.cuda import peers
-
-        real = self.lab.real
-        sizes: dict[str, Any] = {"tokens": 128, "repeats": 3, "depths": (1, 2, 3)}
-        small: dict[str, Any] = {"tokens": 4, "repeats": 1, "depths": (1,)}
-        self.failed("the embedded model", peers.demo(self.lab, part, self.write, **(sizes if real else small)))
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -209,7 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--stage", type=_some_of(STAGES), default=list(STAGES), metavar=",".join(STAGES))
     parser.add_argument("--shapes", type=_some_of(ORDER), default=list(ORDER), metavar=",".join(ORDER))
-    parser.add_argument("--plot", action="store_true", help="draw cuda.png next to the figures")
     parser.add_argument("--smoke", action="store_true", help="interpreted on the host with a toy shape: no measurement")
     options = parser.parse_args(arguments)
     from specdec.errors import SpecdecError

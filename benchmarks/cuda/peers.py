@@ -1,4 +1,4 @@
-"""Compare with transformers' ``generate`` on the same shapes and weights; and measure the embedded model."""
+"""Compare with transformers' ``generate`` on the same shapes and weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import embedded, encoded_prompts
 from benchmarks.cuda.models import Model, prompt_of
 from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, Shape
 from benchmarks.cuda.timing import Lab
@@ -26,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SKIPPED_STEPS = 4  # uncounted first steps: prompt and graph warm-up
 
 
-def hf_model(shape: Shape, lab: Lab, dtype: torch.dtype, *, agreement: float | None) -> Any:
+def hf_model(shape: Shape, lab: Lab, dtype: torch.dtype) -> Any:
     """transformers' model of a shape with our weights in it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,7 +33,7 @@ def hf_model(shape: Shape, lab: Lab, dtype: torch.dtype, *, agreement: float | N
     made = AutoConfig.for_model(config.pop("model_type"), **config)
     with torch.device(lab.place):
         model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
-    weights = MadeWeights(shape, lab.place, dtype=dtype, agreement=agreement)
+    weights = MadeWeights(shape, lab.place, dtype=dtype)
     filled = set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -88,14 +87,7 @@ class Theirs:
 
 
 def beside_transformers(
-    model: Model,
-    depth: int,
-    out: dict[str, Any],
-    write: Callable[[], None],
-    *,
-    agreement: float | None,
-    tokens: int,
-    repeats: int,
+    model: Model, depth: int, out: dict[str, Any], write: Callable[[], None], *, tokens: int, repeats: int
 ) -> None:
     """Our tokens per second, plain and speculative, and ``generate``'s at each setting, interleaved."""
     import transformers
@@ -107,7 +99,7 @@ def beside_transformers(
         "plain": model.pipeline("none", 0, capacity=capacity),
         "speculative": model.pipeline("mtp", depth, capacity=capacity),
     }
-    theirs = hf_model(shape, lab, model.dtype, agreement=agreement)
+    theirs = hf_model(shape, lab, model.dtype)
     out |= {
         "transformers": transformers.__version__,
         "depth": depth,
@@ -156,38 +148,3 @@ def beside_transformers(
         out["ratio"] = out["settings"][best]["ratio"]
         out["targets"] = dict(AGAINST_TRANSFORMERS)
     write()
-
-
-def demo(
-    lab: Lab, out: dict[str, Any], write: Callable[[], None], *, tokens: int, repeats: int, depths: Sequence[int]
-) -> list[str]:
-    """Measure the embedded model on the device, plain against speculative, by class; returns parity failures."""
-    import specdec
-
-    backend = "cuda" if lab.real else "cpu"
-    began = perf_counter()
-    plain = specdec.load(drafter="none", backend=backend)
-    info, failures = plain.info, list[str]()
-    out |= {
-        "backend": backend,
-        "load_seconds": perf_counter() - began,
-        "device": info.device,
-        "kernels": info.kernels,
-        "parity": info.parity.value,
-        "notices": plain.notices,
-        "depths": {},
-    }
-    if info.parity.value != "bitwise":
-        failures.append(f"the embedded model: parity is {info.parity.value}: {info.parity_reason}")
-    host = specdec.load(drafter="none", backend="cpu")
-    prompts = encoded_prompts(host.tokenizer)
-    for depth in depths:
-        found = embedded(depth, tokens=tokens, repeats=repeats, backend=backend)
-        failures += [f"the embedded model, depth {depth}, {name!r}: tokens differ" for name in found["differing"]]
-        for name, outputs in found.pop("outputs").items():
-            reference = host.generate(prompts[name], max_new_tokens=tokens, ignore_eos=True).tokens
-            equal = [a == b for a, b in zip(reference, outputs, strict=True)]
-            found["classes"][name]["as_on_the_host_until"] = equal.index(False) if False in equal else None
-        out["depths"][str(depth)] = found
-        write()
-    return failures

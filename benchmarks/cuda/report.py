@@ -1,9 +1,8 @@
-"""Report targets, figures and ratios as a table and a chart."""
+"""Report targets, figures and ratios as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -83,11 +82,10 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
 def _speedup(model: Mapping[str, Any]) -> tuple[float | None, str]:
     """The best depth's speed-up: from generations if any were timed, else from the identity over passes."""
     generation = model.get("generation", {})
-    found = [(entry[arm]["speedup"], depth, arm) for depth, entry in generation.items() for arm in ("made", "coin")]
-    if found:
-        speedup, depth, arm = max(found)
-        bare = generation[depth][arm]["speedup_over_graph_decode"]
-        return speedup, f"depth {depth}, seconds of {arm} cycles; {bare:.2f} over a decode as a graph"
+    if generation:
+        speedup, depth = max((entry["made"]["speedup"], depth) for depth, entry in generation.items())
+        bare = generation[depth]["made"]["speedup_over_graph_decode"]
+        return speedup, f"depth {depth}; {bare:.2f} over a decode as a graph"
     identity = model.get("speedup_by_identity")
     if identity:
         return identity["speedup"], f"depth {identity['best_depth']}, added up from passes: no generation was timed"
@@ -119,21 +117,3 @@ def print_table(results: Mapping[str, Mapping[str, Any]], *, real: bool) -> list
     if not real:
         print("\nnot a measurement: kernels were interpreted on the host, and the shape is a toy")
     return found
-
-
-def plot(found: list[Line], path: Path) -> None:
-    """Draw a bar of figure over target for each. Raises: UnsupportedError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    from specdec.measuring.plots import COLOURS
-
-    known = [line for line in found if line.ratio is not None]
-    figure = Figure(figsize=(10, 1.2 + 0.32 * max(1, len(known))), layout="constrained")
-    axes = figure.subplots()
-    for place, line in enumerate(reversed(known)):
-        axes.barh(place, line.ratio or 0.0, color=COLOURS[2] if line.met else COLOURS[1])
-        axes.text(0.01, place, f" {line.figure:.3f} ({'>=' if line.least else '<='} {line.target:g})", va="center")
-    axes.set_yticks(range(len(known)), [f"{line.shape}: {line.quantity}" for line in reversed(known)])
-    axes.axvline(1.0, color="#5f6368", linewidth=1, linestyle="--")
-    axes.set(xlabel="figure over target (green: met)")
-    figure.savefig(path, format="png", dpi=120)

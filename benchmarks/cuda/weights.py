@@ -2,8 +2,8 @@
 
 No large files are written or read. Every tensor has its own seed, so the same name always gives the same bits.
 
-With random weights no draft is accepted, and timing such cycles would be unfair. ``agreement`` makes weights whose MTP
-head is right in a given share of cases: layer outputs are scaled down to a trace (the work stays, the effect vanishes)
+With random weights no draft is accepted, and timing such cycles would be unfair. So the MTP head is made right in a
+given share of cases (``AGREEMENT``): layer outputs are scaled down to a trace (the work stays, the effect vanishes)
 except the last MLP's, so that the next token is a fixed function of the last one,
 
     argmax_v head[v] . s rms_norm(E[t] + mlp(rms_norm(E[t])))       s random signs (the final norm)
@@ -39,7 +39,7 @@ from specdec.registry import registry
 from specdec.text import Tokenizer
 
 AGREEMENT = 0.78  # conditional, at every position: about the profile "mixed" (0.763, 0.817, 0.737, 0.863)
-TRACE = 1e-3  # scale of the other layers' outputs with agreement
+TRACE = 1e-3  # scale of the other layers' outputs
 GAIN = 4.0  # of the MLP that decides
 _TRIED = 1024  # tokens used to tune the noise
 _BRANCHES = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
@@ -51,18 +51,14 @@ class MadeWeights:
     Args:
         shape: determines the tensors.
         device, dtype: of the matrices; small vectors are float32.
-        agreement: how often the MTP head should be right; None for random weights only.
     """
 
     head = HeadSource()
 
-    def __init__(
-        self, shape: Shape, device: torch.device, *, dtype: torch.dtype = torch.bfloat16, agreement: float | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._shape = shape
         self._device = device
         self._dtype = dtype
-        self._agreement = agreement
         self._noise: float | None = None
 
     def __contains__(self, name: object) -> bool:
@@ -82,7 +78,7 @@ class MadeWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         size = self._shape.tensors[name]
-        made = self._agreeing(name, size) if self._agreement is not None else None
+        made = self._agreeing(name, size)
         return self._random(name, size) if made is None else made
 
     def _normal(self, name: str, size: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
@@ -150,7 +146,7 @@ class MadeWeights:
             for _ in range(12):
                 self._noise = (low + high) / 2
                 share = self.agreement(self._noise)
-                low, high = (self._noise, high) if share > (self._agreement or 0.0) else (low, self._noise)
+                low, high = (self._noise, high) if share > AGREEMENT else (low, self._noise)
         assert self._noise is not None
         return self._noise
 

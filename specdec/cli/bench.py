@@ -83,12 +83,6 @@ def show(report: BenchReport, console: output.Printer) -> None:
         groups = [*report.classes, report.overall] if len(report.classes) > 1 else list(report.classes)
         headings = ["class", "prompts", "plain", "spec.", "speed-up", "interval", "tokens per cycle", "accepted at 0"]
         section("Speed", output.table(headings, map(_speed, groups)), _equality(report))
-        headings = ["class", "plain", "speculative"]
-        section(
-            "Spread of the runs",
-            output.table(headings, map(_spread, groups)),
-            "Quartiles of tokens per second over the runs of all prompts of a class.",
-        )
         section(
             "What the steps cost",
             output.table(("step", "cycles", "median (ms)", "quartiles (ms)", "plain steps"), _timings(report)),
@@ -130,10 +124,6 @@ def _speed(group: ClassBench) -> tuple[str, ...]:
         f"{group.tokens_per_cycle:.2f}",
         output.share(group.accepted[0] / group.offered[0] if group.offered else None),
     )
-
-
-def _spread(group: ClassBench) -> tuple[str, ...]:
-    return group.name, between(group.plain_quartiles, ".1f"), between(group.speculative_quartiles, ".1f")
 
 
 def _equality(report: BenchReport) -> str:

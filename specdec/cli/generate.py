@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import pathlib
 from collections.abc import Callable
@@ -28,13 +29,14 @@ from specdec.cli.options import (
     read_text,
 )
 from specdec.cli.run_report import FEWEST_COMPARED, report, three_lines
-from specdec.config import GenerationConfig, RunConfig
+from specdec.config import Choice, GenerationConfig, RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.contract import CycleRecord
     from specdec.decoding.parts import CallSettings
     from specdec.decoding.result import Result
+    from specdec.hosting import TraceWriter
     from specdec.pipeline import LanguageModel
     from specdec.text import Tokenizer
 
@@ -112,13 +114,12 @@ def generate(
     tokens = prompt_options.in_template(lm, prompt)
     stream = lm.stream(tokens, **settings)
     trace = None
-    if trace_file is not None:
-        from specdec.hosting import StreamTrace
-
-        trace = StreamTrace(trace_file, lm, stream)
     colours = None if as_json or not output.coloured() else Colours(lm.tokenizer)
-    watching: list[Callable[[CycleRecord], object]] = [writer.add for writer in (trace, colours) if writer is not None]
+    watching: list[Callable[[CycleRecord], object]] = [] if colours is None else [colours.add]
     watching += [recorded.append] * (html_file is not None)
+    if trace_file is not None:
+        trace = _trace(trace_file, lm)
+        watching.append(functools.partial(trace.cycle, trace.begin(stream.prompt)))
     if watching:
         stream.on_cycle = lambda cycle: [add(cycle) for add in watching]
     if sample and not as_json:
@@ -252,3 +253,13 @@ class Colours:
             text = text[len(shown) :]
             pieces.append(click.style(shown, fg="green") if drafted and shown else shown)
         return "".join(pieces) + text
+
+
+def _trace(file: pathlib.Path, lm: LanguageModel) -> TraceWriter:
+    """A recording of the generation. Raises: UnsupportedError if the file cannot be opened."""
+    from specdec.hosting import TraceWriter
+
+    named = lm.config.drafter
+    drafter = named if named.name == lm.drafter.spec.name else Choice(lm.drafter.spec.name)
+    facts = {"model": lm.config.target.model, "verifier": lm.config.verifier.name}
+    return TraceWriter(file, host="specdec", drafter=drafter, vocab_size=lm.info.vocab_size, **facts)

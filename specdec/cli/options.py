@@ -120,12 +120,19 @@ chat_option = click.option(
     help="Prompts are messages in the chat template, or text as it is (default: messages if there is a template; the "
     "embedded model continues text).",
 )
+temperature = click.option("-t", "--temperature", type=float, metavar="X", help="Sampling temperature; 0 is greedy.")
+seed = click.option("--seed", type=int, metavar="S", help="Random seed; without one, a seed is drawn and shown.")
 ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token.")
 
 
 def add_options(command: Command, *options: Callable[[Command], Command]) -> Command:
     """Add options to a command, listed in this order."""
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def max_new_tokens(help: str) -> Callable[[Command], Command]:
+    """Add ``-n``."""
+    return click.option("-n", "--max-new-tokens", type=int, metavar="N", help=help)
 
 
 def integer(
@@ -185,13 +192,13 @@ def configured(
             click.argument("source", metavar="[MODEL]", required=False, type=FILE),
             click.option("-m", "--model", type=FILE, help='A folder, a hub id or "demo"; with a TOML file as MODEL.'),
             *parts,
-            click.option("-n", "--max-new-tokens", type=int, metavar="N", help=length_help),
+            max_new_tokens(length_help),
             click.option("--weights", type=TEXT, metavar="FORMAT", help="Weight format: auto, decoded, int8 or int4."),
-            click.option("-t", "--temperature", type=float, metavar="X", help="Sampling temperature; 0 is greedy."),
+            temperature,
             click.option("--top-k", type=int, metavar="K", help="Sample from the K most likely tokens."),
             click.option("--top-p", type=float, metavar="P", help="Sample from the most likely tokens that sum to P."),
             click.option("--min-p", type=float, metavar="P", help="Leave out tokens below P times the most likely."),
-            click.option("--seed", type=int, metavar="S", help="Random seed; without one, a seed is drawn and shown."),
+            seed,
             settings_option(example),
         )
 

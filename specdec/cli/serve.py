@@ -72,14 +72,13 @@ def served_name(model: str) -> str:
     type=TEXT,
     help="Key that requests must carry. Better as SPECDEC_API_KEY: other users see the command line.",
 )
-@click.option("--name", metavar="NAME", type=TEXT, help="The model's name in requests (default: its own).")
 @click.option(
     "--served-model-name",
-    "aliases",
+    "names",
     metavar="NAME",
     type=TEXT,
     multiple=True,
-    help="The same, repeatable: requests may use any of the names.",
+    help="The model's name in requests (default: its own), repeatable.",
 )
 @click.option(
     "--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Maximum waiting requests (default 16)."
@@ -121,8 +120,7 @@ def serve(
     host: str,
     port: int,
     api_key: str | None,
-    name: str | None,
-    aliases: tuple[str, ...],
+    names: tuple[str, ...],
     queue: int,
     parallel: int,
     most_tokens: int,
@@ -141,7 +139,7 @@ def serve(
     if start and engine != "vllm":
         raise click.UsageError("--run is for --engine vllm.")
     check_access(host, api_key)
-    names = tuple(filter(None, (name, *aliases))) or (served_name(config.target.model),)
+    names = names or (served_name(config.target.model),)
     if engine == "vllm":
         _vllm(config, names, host, port, start)
         return

@@ -9,7 +9,7 @@ from specdec.hosting.drafting import HostedDrafter, named_part
 from specdec.hosting.engines import host_info, supported
 from specdec.hosting.replay import Difference, recorded_drafter, replay, replayed_cycles
 from specdec.hosting.sessions import HostSession, HostSessions
-from specdec.hosting.traces import Round, StreamTrace, Trace, TracedRequest, TraceWriter, read_trace
+from specdec.hosting.traces import Round, Trace, TracedRequest, TraceWriter, read_trace
 
 __all__ = [
     "Difference",
@@ -17,7 +17,6 @@ __all__ = [
     "HostSessions",
     "HostedDrafter",
     "Round",
-    "StreamTrace",
     "Trace",
     "TraceWriter",
     "TracedRequest",

@@ -133,7 +133,7 @@ class HostedDrafter:
         self._part = _prepared(choice, self._target, tokenizer)
         self._part.make(self._target, HostState([], info.max_positions))  # one that cannot start is refused at once
         self._trace = trace
-        self._sessions = HostSessions(sessions, self._new, self._end)
+        self._sessions = HostSessions(sessions, self._new)
         self._pauses = _Pauses(clock, chosen_pausing() if pausing is None else pausing)
         self.stats = Stats()
         self.faults: dict[str, int] = {}
@@ -250,10 +250,6 @@ class HostedDrafter:
         if session.failure:
             self._count_failure(session.failure)
         return session
-
-    def _end(self, session: _Request) -> None:
-        if self._trace is not None and session.number is not None:
-            self._trace.end(session.number)
 
     def _follow(self, session: _Request, history: Any) -> int:
         """Bring the session to ``history``; returns how many tokens of its last draft were accepted."""

@@ -58,10 +58,10 @@ S = TypeVar("S", bound=HostSession)
 
 
 class HostSessions(Generic[S]):
-    """At most ``limit`` sessions, unless one batch has more; ``ended`` is called for one that goes."""
+    """At most ``limit`` sessions, unless one batch has more."""
 
-    def __init__(self, limit: int, make: Callable[[], S], ended: Callable[[S], object] = lambda session: None) -> None:
-        self._limit, self._make, self._ended = limit, make, ended
+    def __init__(self, limit: int, make: Callable[[], S]) -> None:
+        self._limit, self._make = limit, make
         self._batch: list[S | None] = []  # the sessions of the last one, by row
         self._sessions: list[S] = []  # the one unused for longest first
         self.begun = 0
@@ -87,9 +87,7 @@ class HostSessions(Generic[S]):
 
     def close(self) -> None:
         """End all sessions."""
-        while self._sessions:
-            self._ended(self._sessions.pop(0))
-        self._batch = []
+        self._sessions, self._batch = [], []
 
     def _of_the_row(self, row: int, history: Tokens, unused: dict[S, None]) -> S | None:
         session = self._batch[row] if row < len(self._batch) else None
@@ -106,7 +104,6 @@ class HostSessions(Generic[S]):
         while len(self._sessions) >= self._limit and unused:
             oldest, _ = unused.popitem()
             self._sessions.remove(oldest)
-            self._ended(oldest)
         self.begun += 1
         self._sessions.append(self._make())
         return self._sessions[-1]

@@ -8,7 +8,6 @@ Every other line belongs to a request of its section:
     {"request": 0, "position": 3, "depth": 4, "draft": [4, 5]}
     {"request": 0, "commit": [4, 6]}
     {"request": 0, "rewind": 3}
-    {"request": 0, "end": true}
 
 ``prompt`` is what was committed when the first draft was asked for; in some hosts that includes the first generated
 token. ``position`` is how many tokens were committed when a draft was asked for. Unknown keys are ignored, so that a
@@ -33,8 +32,6 @@ from specdec.logs import get_logger
 
 if TYPE_CHECKING:
     from specdec.contract import CycleRecord
-    from specdec.decoding.parts import Parts
-    from specdec.decoding.stream import Stream
 
 log = get_logger(__name__)
 
@@ -61,7 +58,6 @@ class TracedRequest:
     vocab_size: int
     prompt: tuple[int, ...]
     rounds: list[Round] = attrs.field(factory=list)
-    line: int = 0  # of the request's first line, from 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -117,11 +113,10 @@ class TraceWriter:
         if self.failure is not None:
             raise self.failure
 
-    def begin(self, prompt: Sequence[int], settings: Mapping[str, Any] | None = None) -> int:
+    def begin(self, prompt: Sequence[int]) -> int:
         """A request begins; returns its number."""
         self._requests += 1
-        more = {"settings": dict(settings)} if settings else {}
-        self._record(self._requests - 1, "prompt", prompt, **more)
+        self._record(self._requests - 1, "prompt", prompt)
         return self._requests - 1
 
     def draft(self, request: int, position: int, depth: int, tokens: Sequence[int]) -> None:
@@ -132,13 +127,14 @@ class TraceWriter:
         """Tokens were committed."""
         self._record(request, "commit", tokens)
 
+    def cycle(self, request: int, record: CycleRecord) -> None:
+        """A draft and the tokens committed after it."""
+        self.draft(request, record.position, record.depth, record.drafted)
+        self.commit(request, record.emitted)
+
     def rewind(self, request: int, length: int) -> None:
         """Only the first ``length`` tokens stay."""
         self._record(request, rewind=length)
-
-    def end(self, request: int) -> None:
-        """No more tokens will come."""
-        self._record(request, end=True)
 
     def close(self) -> None:
         """Close the file."""
@@ -194,31 +190,6 @@ def _json(line: bytes) -> Any:
         return None
 
 
-class StreamTrace:
-    """Records a generation of specdec's own engine: assign ``add`` to ``Stream.on_cycle``.
-
-    Raises: UnsupportedError if the file cannot be opened.
-    """
-
-    def __init__(self, path: str | Path, lm: Parts, stream: Stream) -> None:
-        named = lm.config.drafter
-        drafter = named if named.name == lm.drafter.spec.name else Choice(lm.drafter.spec.name)
-        facts: dict[str, Any] = {"model": lm.config.target.model, "verifier": lm.config.verifier.name}
-        self._writer = TraceWriter(path, host="specdec", drafter=drafter, vocab_size=lm.info.vocab_size, **facts)
-        sampling = {name: getattr(stream.settings, name) for name in ("temperature", "seed")}
-        self._request = self._writer.begin(stream.prompt, sampling)
-
-    @property
-    def failure(self) -> UnsupportedError | None:
-        """Why the recording ended early; None if it did not."""
-        return self._writer.failure
-
-    def add(self, record: CycleRecord) -> None:
-        """Record a cycle."""
-        self._writer.draft(self._request, record.position, record.depth, record.drafted)
-        self._writer.commit(self._request, record.emitted)
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +218,7 @@ def read_trace(path: str | Path) -> Trace:
             if "specdec" in line or reader is None:
                 reader = _Section(line, requests)
             else:
-                reader.take(line, number)
+                reader.take(line)
         except (KeyError, TypeError, ValueError) as error:
             raise _wrong(path, number, f"breaks the format: {error}") from error
     if reader is None:
@@ -273,13 +244,13 @@ class _Section:
         self._requests = requests
         self._open: dict[int, tuple[TracedRequest, list[int]]] = {}  # with all committed tokens, by number
 
-    def take(self, line: Mapping[str, Any], number: int) -> None:
+    def take(self, line: Mapping[str, Any]) -> None:
         """Read a line of a request. Raises: KeyError, TypeError, ValueError."""
         key = _count(line["request"], "request")
         if "prompt" in line:
             if key in self._open:
                 raise ValueError(f"request {key} begins twice")
-            self._begin(key, self._tokens(line["prompt"]), number)
+            self._begin(key, self._tokens(line["prompt"]))
             return
         if key not in self._open:
             raise ValueError(f"request {key} has not begun")
@@ -299,11 +270,11 @@ class _Section:
             length = _count(line["rewind"], "rewind")
             if length > len(committed):
                 raise ValueError(f"a rewind to {length} of {len(committed)} tokens")
-            self._begin(key, committed[:length], number)
+            self._begin(key, committed[:length])
 
-    def _begin(self, key: int, prompt: list[int], line: int) -> None:
+    def _begin(self, key: int, prompt: list[int]) -> None:
         request = TracedRequest(
-            host=self._host, drafter=self._drafter, vocab_size=self._vocab_size, prompt=tuple(prompt), line=line
+            host=self._host, drafter=self._drafter, vocab_size=self._vocab_size, prompt=tuple(prompt)
         )
         self._open[key] = request, prompt
         self._requests.append(request)

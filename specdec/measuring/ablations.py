@@ -80,26 +80,17 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
     return None
 
 
-def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
-    """Raises: UnsupportedError unless the drafter is an MTP head and every switch applies to it."""
-    if switches and not lm.drafter.needs.mtp:
+def ablated(lm: LanguageModel, switch: str) -> LanguageModel:
+    """The same pipeline over a head with this mistake; shares weights and leaves ``lm`` unchanged.
+
+    Raises: UnsupportedError unless the drafter is an MTP head to which the switch applies.
+    """
+    if not lm.drafter.needs.mtp:
         raise UnsupportedError(
             f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
         )
-    _check(lm.target, switches)
-
-
-def _check(target: ForwardPass, switches: Iterable[str]) -> None:
-    for switch in switches:
-        if reason := inapplicable(target, switch):
-            raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
-
-
-def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
-    """The same pipeline over a head with these mistakes; shares weights and leaves ``lm`` unchanged."""
-    assert isinstance(lm.target, CausalLM)  # checked by check_ablations
-    return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
+    return attrs.evolve(lm, target=AblatedLM(lm.target, (switch,)))
 
 
 class AblatedLM(CausalLM):
@@ -114,9 +105,12 @@ class AblatedLM(CausalLM):
     Raises: UnsupportedError for a switch that does not apply to the head.
     """
 
-    def __init__(self, target: CausalLM, switches: Iterable[str]) -> None:
+    def __init__(self, target: ForwardPass, switches: Iterable[str]) -> None:
         self.switches = frozenset(switches)
-        _check(target, sorted(self.switches) or SWITCHES)
+        for switch in sorted(self.switches) or SWITCHES:
+            if reason := inapplicable(target, switch):
+                raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
+        assert isinstance(target, CausalLM)
         assert target.model.mtp is not None
         super().__init__(target.info, attrs.evolve(target.model, mtp=_ablated_head(target.model.mtp, self.switches)))
         self.info = target.info

@@ -15,7 +15,7 @@ from specdec.checking import checked
 from specdec.contract import Guarantee
 from specdec.decoding.cycle_timing import measure_costs
 from specdec.errors import ConfigError, shown
-from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
+from specdec.measuring.ablations import AblationReport, ablated, ablation_report
 from specdec.measuring.drafts import KindReport, Mismatch, by_kind, commonest
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.passive import passive as passive_lm
@@ -142,30 +142,28 @@ class AcceptanceMeasurement(Measurement):
         if not 1 <= depth < lm.info.max_rows:
             raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {shown(depth)}")
         super().__init__(lm, **options)
-        check_ablations(lm, ablations)
+        self._right = at_depth(lm, depth)
+        self._wrong = {switch: ablated(self._right, switch) for switch in ablations}
         self._prompts = dict(prompts)
         self._depth = depth
         self._costs = costs
         self._on_run = on_run
-        self._ablations = tuple(ablations)
         self._passive = passive
 
     def run(self) -> AcceptanceReport:
         """Measure. Prompts of the classes alternate, so that an interrupted run has some of each."""
         costs = self._costs if self._costs is not None else measure_costs(self._lm)
-        right = at_depth(self._lm, self._depth)
         generate = self._watched if self._passive else self._generate
         order = list(_turns(self._prompts))
-        self._plan(len(order) * (1 + len(self._ablations)))
+        self._plan(len(order) * (1 + len(self._wrong)))
         runs: list[Run] = []
         for prompt in order:
-            if run := generate(right, prompt):
+            if run := generate(self._right, prompt):
                 runs.append(run)
                 self._on_run(run)
-        wrong: dict[str, list[Run]] = {switch: [] for switch in self._ablations}
-        models = {switch: ablated(right, (switch,)) for switch in self._ablations}
+        wrong: dict[str, list[Run]] = {switch: [] for switch in self._wrong}
         for prompt in order:
-            for switch, model in models.items():
+            for switch, model in self._wrong.items():
                 if run := generate(model, prompt):
                     wrong[switch].append(run)
         return self._report(runs, wrong, costs, len(order))

@@ -82,8 +82,6 @@ class ClassBench:
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
     depths: dict[int, int]  # drafted tokens -> cycles
-    plain_quartiles: tuple[float, float]  # tokens per second, over the runs of all prompts
-    speculative_quartiles: tuple[float, float]
 
 
 @attrs.frozen(kw_only=True)
@@ -291,11 +289,6 @@ def _sums(runs: Sequence[Run]) -> tuple[float, float]:
     return float(sum(len(run.tokens) for run in runs)), sum(run.seconds for run in runs)
 
 
-def _quartiles(runs: Sequence[Run]) -> tuple[float, float]:
-    low, high = np.quantile([run.rate for run in runs], [0.25, 0.75])
-    return float(low), float(high)
-
-
 def _explained(runs: Sequence[Run]) -> float:
     return sum(run.explained * run.seconds for run in runs) / sum(run.seconds for run in runs)
 
@@ -329,8 +322,6 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
         reached=reached,
         accepted=accepted,
         depths=dict(sorted(Counter(cycle.offered for cycle in cycles).items())),
-        plain_quartiles=_quartiles([run for prompt in done for run in prompt.plain]),
-        speculative_quartiles=_quartiles(runs),
     )
 
 

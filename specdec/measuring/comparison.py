@@ -6,7 +6,9 @@ same up to rounding. A control asks the plain server a second time, which shows 
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,27 +17,32 @@ from typing import Any
 import attrs
 
 from specdec.errors import SpecdecError, UnsupportedError, shown
-from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite, rounding_of
 from specdec.measuring.prompts import Prompt
+from specdec.measuring.rounding import Rounding, Verdict
 from specdec.measuring.server import TOP, Answer, Engine, Request, Step
 
 END = "(end)"  # in place of a token, where an answer has ended
 SAMPLED = 1.0  # temperature of the requests that are sent beside greedy ones
 PARTIAL = "\ufffd"  # what servers write for bytes that are no whole character
+GAP_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last is open."""
 
 
 @attrs.frozen(kw_only=True)
-class Difference(Divergence):
-    """A token at which two answers to the same text differ.
+class Difference:
+    """A token at which two answers to the same text differ: its id, or its text where a server gives no ids.
 
     ``gap`` is taken from the plain answer's row; it is NaN if that row does not say, or if the request was sampled.
     """
 
+    position: int  # in the answer; 0 is the first token after the prompt
+    token: int | str  # of the answer that is compared
+    chosen: int | str  # of the plain answer
     request: int  # the prompt's number, from 0
     prompt: str  # its file and line
     at_least: bool = False  # the token is not among the row's listed ones, so the gap is at least ``gap``
-    gap: float = math.nan
-    top_two: float = math.nan
+    gap: float = math.nan  # nats that the token is below the best of the plain row
+    top_two: float = math.nan  # nats between the two best of the plain row
     chosen_gap: float = math.nan  # nats that the plain answer's token is below the best of its row
     own_gap: float = math.nan  # nats that the differing answer's own row has its token below its best
     apart: float = math.nan  # nats, at most, between log-probabilities of the same token in the two rows
@@ -157,7 +164,7 @@ def _apart(left: Step, right: Step) -> float:
 
 
 @attrs.frozen(kw_only=True)
-class ComparisonReport(GapReport):
+class ComparisonReport:
     """What an audit of servers found.
 
     Attributes:
@@ -192,7 +199,7 @@ class ComparisonReport(GapReport):
         return self.done < self.planned
 
     @property
-    def divergences(self) -> tuple[Difference, ...]:  # type: ignore[override]
+    def differences(self) -> tuple[Difference, ...]:
         """Those under speculation, with their verdicts."""
         return tuple(map(self._judged, self.speculation.differences))
 
@@ -203,7 +210,7 @@ class ComparisonReport(GapReport):
         Nobody can tell up to twice what plain decoding differs from itself by: two logits move against each other by
         two such steps at most.
         """
-        rounding = rounding_of(self.tolerance)
+        rounding = Rounding.of(self.tolerance)
         return attrs.evolve(rounding, real=max(rounding.real, 2 * self.control.apart))
 
     @property
@@ -211,12 +218,16 @@ class ComparisonReport(GapReport):
         """Whether rounding explains how far the log-probabilities of equal tokens are apart."""
         return self.limits.verdict(self.speculation.apart)
 
-    def verdict(self, divergence: Difference) -> Verdict:
-        return divergence.verdict
-
     def verdicts(self) -> Counter[Verdict]:
         """How many differences have each verdict."""
-        return Counter(difference.verdict for difference in self.divergences)
+        return Counter(difference.verdict for difference in self.differences)
+
+    def histogram(self) -> list[tuple[float, float, int, int]]:
+        """Bins of the top-two gap: from, to (inf at last), positions, differences."""
+        everywhere = Counter(bisect_right(GAP_EDGES, gap) for gap in self.gaps)
+        differing = Counter(bisect_right(GAP_EDGES, difference.top_two) for difference in self.differences)
+        edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
+        return [(low, high, everywhere[i], differing[i]) for i, (low, high) in enumerate(edges)]
 
     def _judged(self, difference: Difference) -> Difference:
         verdict, reason = self._judge(difference)
@@ -244,7 +255,7 @@ class ComparisonReport(GapReport):
                 return Verdict.REAL, f"{why}, and {apart}"
             return Verdict.UNKNOWN, why
         if verdict is not Verdict.REAL:
-            if gap > rounding_of(self.tolerance).real:
+            if gap > Rounding.of(self.tolerance).real:
                 noise = f"plain against plain has log-probabilities {self.control.apart:.3g} nats apart"
                 return Verdict.UNKNOWN, f"{size} below the best, and {noise}"
             return (
@@ -287,14 +298,22 @@ class ComparisonReport(GapReport):
             "logprobs_verdict": self.logprobs_verdict.value,
             "rounding": {"tie_up_to": self.limits.tie, "real_above": self.limits.real},
             "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
-            "differences": [_described(difference, "why") for difference in self.divergences],
-            "gap_histogram": self.histogram_dict(),
+            "differences": [_described(difference, "why") for difference in self.differences],
+            "gap_histogram": [
+                dict(zip(("from", "to", "positions", "differences"), map(_finite, row), strict=True))
+                for row in self.histogram()
+            ],
         }
 
 
 def _described(difference: Difference, *left_out: str) -> dict[str, Any]:
-    fields = finite(attrs.asdict(difference)) | {"verdict": difference.verdict.value}
-    return {name: value for name, value in fields.items() if name not in left_out}
+    fields = attrs.asdict(difference) | {"verdict": difference.verdict.value}
+    return {name: _finite(value) for name, value in fields.items() if name not in left_out}
+
+
+def _finite(value: Any) -> Any:
+    """The value for JSON, which has no number for infinity and NaN: None instead."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- the measurement -------------------------------------------------------------------------------------------------
@@ -415,7 +434,7 @@ class Comparison:
         """The text up to and with plain decoding's token, if rounding may explain a difference there."""
         for difference in differences:
             position = difference.position + 1
-            explained = rounding_of(self._tolerance).verdict(difference.known_gap) is not Verdict.REAL
+            explained = Rounding.of(self._tolerance).verdict(difference.known_gap) is not Verdict.REAL
             if explained and not difference.why and position < self._request.max_new_tokens:
                 length = position - text.position
                 again = self._plain.answer(text.text, attrs.evolve(self._request, max_new_tokens=length))

@@ -67,11 +67,6 @@ class CostTable:
         """Seconds of a draft of ``tokens`` tokens."""
         return _on_line(self.draft, tokens)
 
-    def draft_step(self) -> float:
-        """Seconds per drafted token, averaged over the deepest draft measured; 0 if there was none."""
-        deepest = max(self.draft)
-        return self.draft[deepest] / deepest if deepest else 0.0
-
 
 def _on_line(known: Mapping[int, float], at: int) -> float:
     if at in known:

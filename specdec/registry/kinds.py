@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from specdec.contract import BackendSpec, DepthPolicySpec, DrafterSpec, ModelSpec, Needs, ProcessorSpec, VerifierSpec
+from specdec.contract import BackendSpec, DepthPolicySpec, DrafterSpec, ModelSpec, ProcessorSpec, VerifierSpec
 from specdec.errors import PluginError, typed
 
 Spec = DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec | BackendSpec | ModelSpec
@@ -95,37 +93,14 @@ def names_of(spec: Spec) -> tuple[str, ...]:
 
 
 def check_specs(info: KindInfo, result: object) -> list[Spec]:
-    """A hook's result as a list of specs. Raises: PluginError when it is something else."""
-    expected = f"{info.hook} returns a list of {info.spec.__name__}"
-    if not isinstance(result, list | tuple):
-        raise PluginError(f"{expected}, got {_described(result)}")
-    for spec in result:
-        if not isinstance(spec, info.spec):
-            raise PluginError(f"{expected}, got {_described(spec)}")
-    return list(result)
-
-
-def check_fields(spec: Any) -> None:
-    """Check the types of a spec's fields, which attrs does not. Raises: PluginError when one is wrong."""
-    who = f"{type(spec).__name__} {spec.name if isinstance(spec.name, str) else typed(spec.name)!r}"
-    if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
-        raise PluginError(f"{who}: a name is a word other than 'auto'")
-    if not isinstance(spec.help, str):
-        raise PluginError(f"{who}: help is a string, got {_described(spec.help)}")
-    for field in ("factory", "available", "preference", "parse", "build"):
-        if hasattr(spec, field) and not callable(getattr(spec, field)):
-            raise PluginError(f"{who}: {field} is called, got {_described(getattr(spec, field))}")
-    if getattr(spec, "prepare", None) is not None and not callable(spec.prepare):
-        raise PluginError(f"{who}: prepare is called, or None, got {_described(spec.prepare)}")
-    if isinstance(spec, DrafterSpec) and not (isinstance(spec.needs, Needs) or callable(spec.needs)):
-        raise PluginError(f"{who}: needs is a specdec.Needs or is called, got {_described(spec.needs)}")
-    if isinstance(spec, ModelSpec):
-        words: object = spec.model_types
-        if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
-            raise PluginError(f"{who}: model_types is a tuple of strings, got {_described(words)}")
-    elif not inspect.isclass(spec.config) or not (attrs.has(spec.config) or dataclasses.is_dataclass(spec.config)):
-        raise PluginError(f"{who}: config is an attrs class or a dataclass, got {_described(spec.config)}")
-
-
-def _described(value: object) -> str:
-    return f"the class {value.__name__}" if inspect.isclass(value) else typed(value)
+    """A hook's result as a list of specs. Raises: PluginError when it is something else, or a spec has no name."""
+    specs = result if isinstance(result, list | tuple) else [result]
+    wrong = [spec for spec in specs if not isinstance(spec, info.spec)]
+    if specs is not result or wrong:
+        other = wrong[0] if wrong else result
+        got = f"the class {other.__name__}" if isinstance(other, type) else typed(other)
+        raise PluginError(f"{info.hook} returns a list of {info.spec.__name__}, got {got}")
+    for spec in specs:
+        if not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
+            raise PluginError(f"{info.spec.__name__} {spec.name!r}: a name is a word other than 'auto'")
+    return list(specs)

@@ -107,7 +107,7 @@ class Registry:
         Raises: PluginError for the first failure or conflict, when strict.
         """
         if not self._ready:
-            self._loader.advance(sources_left=0)
+            self._loader.advance(built_ins=True)
             self._find_observers()
             self._ready = True
         if self.strict:
@@ -199,10 +199,7 @@ class Registry:
         if claims:
             raise _conflict_error(kind, name, claims, asked_by)
         broken = [failure for failure in self._loader.failures if failure.fatal]
-        usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
-        usual = min(
-            usable, key=lambda name: (name != KINDS[kind].usual, not usable[name].origin.built_in, name), default=None
-        )
+        usual = KINDS[kind].usual if KINDS[kind].usual in known else None
         listed = ["auto"] * KINDS[kind].has_auto
         listed += (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
         facts: dict[str, Any] = {"asked_for_by": asked_by, "available": ", ".join(listed) or "nothing"}
@@ -297,7 +294,7 @@ class Registry:
 
     def add_commands(self, cli: click.Group) -> None:
         """Let installed plugins add commands; one that raises or uses a taken name adds none."""
-        self._loader.advance(sources_left=1)
+        self._loader.advance(built_ins=False)
         for plugin, call in self._loader.hooks("specdec_commands"):
             before = dict(cli.commands)
             try:

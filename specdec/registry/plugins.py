@@ -20,7 +20,7 @@ from specdec import hookspecs
 from specdec.errors import PluginError, described
 from specdec.locks import ForkSafeLock
 from specdec.logs import get_logger
-from specdec.registry.kinds import KINDS, Kind, Spec, check_fields, check_specs, names_of
+from specdec.registry.kinds import KINDS, Kind, Spec, check_specs, names_of
 
 log = get_logger(__name__)
 
@@ -137,25 +137,22 @@ class Loader:
         self.lock = ForkSafeLock()
         self._importing = False
         installed = self._installed() if entry_points is None else map(_of_entry_point, entry_points)
-        self._sources: list[Iterable[Plugin]] = [installed, map(_of_built_in, tuple(built_ins))]
-        self._queue: list[Plugin] = []
+        self._waiting = [installed, map(_of_built_in, tuple(built_ins))]
 
-    def advance(self, *, sources_left: int) -> None:
-        """Admit plugins until only ``sources_left`` sources are left; continues where an interruption ended it."""
+    def advance(self, *, built_ins: bool) -> None:
+        """Admit the installed plugins, and the built-ins if asked; continues where an interruption ended it."""
         with self.lock.held:
             if self._importing:
                 raise PluginError("a plugin asked for the registry while it was being imported")
             self._importing = True
             try:
-                while self._queue or len(self._sources) > sources_left:
-                    if self._queue:
-                        outcome = self.admit(self._queue[0])
-                        del self._queue[0]
+                for number in range(1 + built_ins):
+                    self._waiting[number] = queue = list(self._waiting[number])
+                    while queue:
+                        outcome = self.admit(queue[0])
+                        del queue[0]
                         if isinstance(outcome, Failure):
                             self.fail(outcome)
-                    else:
-                        self._queue = list(self._sources[0])
-                        del self._sources[0]
             finally:
                 self._importing = False
 
@@ -165,7 +162,10 @@ class Loader:
         try:
             loaded = candidate.load()
             during = "registration"
-            admitted = attrs.evolve(candidate, plugin=loaded() if inspect.isclass(loaded) else loaded)
+            loaded = loaded() if inspect.isclass(loaded) else loaded
+            if self._manager.is_registered(loaded):
+                raise PluginError("the same plugin is registered already")
+            admitted = attrs.evolve(candidate, plugin=loaded)
             self._register(admitted)
             entries = self._collect(admitted, provides)
         except BaseException as error:
@@ -187,10 +187,8 @@ class Loader:
 
     def remove(self, plugin: Plugin) -> None:
         """Remove a plugin and everything it registered."""
-        if not any(plugin.plugin is loaded.plugin for loaded in self.plugins if loaded is not plugin):
-            name = self._manager.get_name(plugin.plugin)
-            if name is not None:
-                self._manager.unregister(name=name)
+        if self._manager.is_registered(plugin.plugin):
+            self._manager.unregister(plugin.plugin)
         self.plugins = [loaded for loaded in self.plugins if loaded is not plugin]
         self.entries = [entry for entry in self.entries if entry.owner is not plugin]
 
@@ -236,16 +234,9 @@ class Loader:
     def _register(self, plugin: Plugin) -> None:
         """Register with pluggy.
 
-        Raises: PluginError for what is no plugin, is registered already, or has a hook without ``@hookimpl``, which
-            would silently never be called.
+        Raises: PluginError for what has no hook, or one without ``@hookimpl``, which would silently never be called.
         """
-        if plugin.plugin is None:
-            raise PluginError("the entry point names None")
-        for loaded in self.plugins:
-            if loaded.plugin is plugin.plugin:
-                raise PluginError(f"the same plugin is registered as {loaded}")
-        label = str(plugin)
-        self._manager.register(plugin.plugin, f"{label} #{id(plugin)}" if self._manager.has_plugin(label) else label)
+        self._manager.register(plugin.plugin, f"{plugin} #{id(plugin)}")
         self._manager.check_pending()
         implemented = self._implemented(plugin)
         for hook in vars(hookspecs):
@@ -260,16 +251,14 @@ class Loader:
         return {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
 
     def _collect(self, plugin: Plugin, provides: list[str]) -> list[Entry]:
-        """Every spec of a plugin, checked; adds their names to ``provides`` as it goes, for use in a Failure."""
+        """Every spec of a plugin; adds their names to ``provides`` as it goes, for use in a Failure."""
         entries: list[Entry] = []
         implemented = self._implemented(plugin)
         for kind, info in KINDS.items():
             results = self._caller(plugin, info.hook)() if info.hook in implemented else []
             for result in results:  # one list per implementation; here there is one
                 for spec in check_specs(info, result):
-                    provides.append(str(spec.name))
-                    check_fields(spec)
-                    provides += names_of(spec)
+                    provides += dict.fromkeys((spec.name, *names_of(spec)))
                     entries.append(Entry(kind, spec, plugin))
         return entries
 

@@ -37,7 +37,6 @@ def test_tables_for_people(bench):
     for part in (
         "drafter mtp, depth fixed, verifier strict, greedy",
         "2, 8 tokens each, 1 A B B A round",
-        "Spread of the runs",
         "All runs of every prompt gave the same tokens.",
         "plain step",
         "verify 3 rows",

@@ -35,12 +35,10 @@ def terminal(monkeypatch, columns, made=Terminal):
 SHORT = ["-n", "12", "--depth", "2"]
 ONE = ["--classes", "code", "--per-class", "1", *SHORT]
 SENTENCES = ("error: ", "note: ", "why: ")  # of any length: the terminal breaks them
-LOSSY = ["-s", "verifier.name=margin", "-s", "verifier.margin=2.0"]
 TABLES = [
     ["info", "demo"],
     ["plugins"],
     ["generate", "-p", "def f(", "--stats", *SHORT],
-    ["audit", "-p", "def f(x):", *SHORT, *LOSSY],
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (

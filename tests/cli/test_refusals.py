@@ -70,18 +70,15 @@ BEFORE_LOADING = [
     ("bench --repeats 0", "--repeats"),
     (f"bench --repeats {HUGE}", "--repeats"),
     ("bench -s drafter.nam=ngram", "drafter"),
+    ("audit", "Missing option '--server'"),
+    (f"{SERVERS} -t -1", "generation.temperature takes 0.0 to 100.0"),
     ("audit --tolerance -1", "-1.0 is not in the range"),
     ("audit --tolerance inf", "is not a finite number"),
-    ("audit --timeout 3", "--timeout: it needs --server"),
-    ("audit --prompts x", "--prompts: it needs --server"),
     ("audit --server {url}", "give two, a plain and a speculative one, got 1"),
     ("audit --server {url} --server nonsense", "'nonsense' is not the URL of a server"),
     ("audit --server {url} --server http://127.0.0.1:9", "cannot be reached: Connection refused"),
     ("audit --server {url} --server {url}/other", "answers 404 to /models: 'Not Found'"),
     (f"{SERVERS} -m toys", "no model 'toys'. Did you mean 'toy'?"),
-    (f"{SERVERS} --depth 3", "--depth: with --server"),
-    (f"{SERVERS} demo", "MODEL: with --server"),
-    (f"{SERVERS} -s generation.top_k=3", "it means nothing to a server"),
     (f"{SERVERS} -t 1 --tolerance 1", "these requests are sampled"),
     (f"{SERVERS} --prompts none.txt", "prompt file cannot be read"),
     (f"{SERVERS} -p a --per-class 1", "leave them out"),
@@ -127,8 +124,6 @@ BY_THE_MODEL = [
     ("bench --per-class 1 --drafter none", "nothing to measure"),
     ("bench --per-class 1 -n 9000", "do not fit"),
     ("doctor demo --context 8192", "--context 8192 leaves no room"),
-    ("audit -n 4 -t 0.8 --tolerance 1", "this run sampled"),
-    ("audit -s verifier.name=stict", "Did you mean 'strict'?"),
     ("chat --load missing", "the session file cannot be read: No such file or directory"),
     ("chat -s drafter.name=mpt", "Did you mean 'mtp'?"),
     ("generate -p x --drafter medusa", "no drafter is called 'medusa'. asked for by"),
@@ -201,7 +196,7 @@ FILE_OPTIONS = [
     for option in command.params
     if option.type.__class__.__name__ == "_File" and option.opts[-1].startswith("-")
 ]
-MODELS = [f"{name} ''" for name in ("accept", "audit", "bench", "chat", "check", "doctor", "generate", "info", "vocab")]
+MODELS = [f"{name} ''" for name in ("accept", "bench", "chat", "check", "doctor", "generate", "info", "vocab")]
 
 
 @pytest.mark.usefixtures("no_load")

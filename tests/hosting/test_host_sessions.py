@@ -48,15 +48,20 @@ def test_a_request_keeps_its_session_from_batch_to_batch(seed):
 
 
 def test_sessions_expire_by_recency_and_those_of_the_batch_stay():
-    ended: list[int] = []
-    sessions = HostSessions(3, HostSession, lambda session: ended.append(session.tokens[0]))
+    sessions: HostSessions[HostSession] = HostSessions(3, HostSession)
     for number in range(10):
         (session,) = sessions.find(arrays([number, 1]))
         session.follow(np.array([number, 1]))
-    assert ended == [0, 1, 2, 3, 4, 5, 6]
     found = sessions.find(arrays([11, 1], [12, 2], [13, 3], [14, 4]))
     assert len(set(found)) == 4
-    assert ended[7:] == [7, 8, 9]
+    assert [len(session) for session in found] == [0] * 4  # none of another text
+    for session, history in zip(found, arrays([11, 1], [12, 2], [13, 3], [14, 4]), strict=True):
+        session.follow(history)
+    assert sessions.find(arrays([14, 4])) == found[3:]
+    (again,) = sessions.find(arrays([9, 1]))  # expired, so it takes the place of the one unused for longest
+    again.follow(np.array([9, 1]))
+    assert sessions.begun == 15
+    assert sessions.find(arrays([13, 3])) == found[2:3]
 
 
 def test_a_conversation_that_goes_back_keeps_its_session_if_more_than_half_stays():

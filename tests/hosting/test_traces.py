@@ -19,7 +19,7 @@ TOKENS = st.lists(st.integers(0, 9), max_size=4)
 @examples(60)
 @given(
     sections=st.lists(
-        st.lists(st.tuples(TOKENS, st.lists(st.tuples(st.integers(0, 5), TOKENS, TOKENS)), st.booleans()), max_size=3),
+        st.lists(st.tuples(TOKENS, st.lists(st.tuples(st.integers(0, 5), TOKENS, TOKENS))), max_size=3),
         min_size=1,
         max_size=3,
     ),
@@ -30,15 +30,13 @@ def test_what_was_recorded_is_read_again(tmp_path_factory, sections, lost):
     expected = []
     for requests in sections:
         writer = TraceWriter(path, host="h", drafter=Choice("ngram", {"max_order": 3}), vocab_size=10, model="m")
-        for prompt, rounds, ends in requests:
-            number = writer.begin(prompt, {"temperature": 0.0})
+        for prompt, rounds in requests:
+            number = writer.begin(prompt)
             position = len(prompt)
             for depth, drafted, committed in rounds:
                 writer.draft(number, position, depth, drafted)
                 writer.commit(number, committed)
                 position += len(committed)
-            if ends:
-                writer.end(number)
             expected.append((tuple(prompt), [tuple(map(tuple, one[1:])) for one in rounds]))
         writer.close()
     requests = read_trace(path).requests
@@ -131,7 +129,6 @@ def test_an_id_outside_the_vocabulary_ends_the_recording_of_its_request_only(tmp
         writer.draft(number, 2, 2, [5, wrong] if number == begun else [5])
         writer.commit(number, [6])
         writer.rewind(number, 1)
-        writer.end(number)
     requests = read_trace(tmp_path / "t").requests
     assert [(one.prompt, one.tokens) for one in requests] == [((2,), (4,)), ((3,), (4, 6)), ((3,), ())]
 

@@ -86,8 +86,6 @@ def test_both_arms_run_interleaved_and_are_counted(
     assert group.offered[0] == group.reached[0] == 8 * 9
     assert group.accepted[:3] == (8 * 5, 8 * 5, 0)
     assert group.depths == {0: 8, 3: 8, 4: 8 * 8} or sum(group.depths.values()) == 80
-    rates = [run.rate for one in report.prompts for run in one.plain]
-    assert min(rates) <= group.plain_quartiles[0] <= group.plain_quartiles[1] <= max(rates)
     data = report.to_dict()
     assert {row["arm"] for row in data["prompts"]} == {"plain", "speculative"}
     assert data["equal"] is True

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.measuring.comparison import END, Comparison, ComparisonReport
-from specdec.measuring.divergences import ROUNDING, Verdict
 from specdec.measuring.prompts import Prompt
+from specdec.measuring.rounding import ROUNDING, Verdict
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
 
@@ -62,7 +62,7 @@ def audited(plain: Engine, other: Engine, **options: Any) -> ComparisonReport:
 @given(depth=st.integers(1, 5))
 def test_right_speculation_differs_nowhere(depth: int) -> None:
     report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth)))
-    assert report.divergences == ()
+    assert report.differences == ()
     assert (report.speculation.apart, report.control.apart, report.done) == (0, 0, len(PROMPTS))
     assert sum(count for _, _, count, _ in report.histogram()) == report.tokens == 16 * len(PROMPTS)
 
@@ -73,26 +73,26 @@ def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(depth: int, c
     report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth, keeps=cycle)))
     at = depth * cycle + depth - 1
     expected = len(PROMPTS) if at < REQUEST.max_new_tokens else 0
-    assert [found.position for found in report.divergences] == [at] * expected
-    assert all(one.verdict is Verdict.REAL for one in report.divergences)
-    assert all("its own log-probabilities have it" in one.reason for one in report.divergences)
+    assert [found.position for found in report.differences] == [at] * expected
+    assert all(one.verdict is Verdict.REAL for one in report.differences)
+    assert all("its own log-probabilities have it" in one.reason for one in report.differences)
 
 
 def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_finer_one() -> None:
     """bfloat16 at 20 has steps of 0.125, so tokens change at gaps of up to 0.125."""
     plain, other = ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=bfloat16))
     unknown = audited(plain, other)
-    gaps = [found.gap for found in unknown.divergences]
+    gaps = [found.gap for found in unknown.differences]
     assert len(gaps) > 3
     assert 1e-3 < max(gaps) <= 0.125 + 1e-9
     for dtype, allowed in (("bfloat16", {Verdict.TIE}), ("float32", {Verdict.TIE, Verdict.REAL})):
         report = audited(plain, other, tolerance=ROUNDING[dtype])
-        verdicts = {one.gap: one.verdict for one in report.divergences}
+        verdicts = {one.gap: one.verdict for one in report.differences}
         assert set(verdicts.values()) <= allowed
         assert verdicts[max(verdicts)] is (Verdict.TIE if dtype == "bfloat16" else Verdict.REAL)
         assert all((verdict is Verdict.TIE) == (gap <= ROUNDING[dtype]) for gap, verdict in verdicts.items())
-    assert {one.verdict for one in unknown.divergences} <= {Verdict.TIE, Verdict.UNKNOWN}
-    assert any("say which with --tolerance" in one.reason for one in unknown.divergences)
+    assert {one.verdict for one in unknown.differences} <= {Verdict.TIE, Verdict.UNKNOWN}
+    assert any("say which with --tolerance" in one.reason for one in unknown.differences)
 
 
 @pytest.mark.parametrize("form", ["ids only", "marked"])
@@ -120,7 +120,7 @@ def test_after_a_tie_the_audit_goes_on_and_finds_the_bug_behind_it() -> None:
 
     prompts = [Prompt(kind="prompts", text="p")]
     report = Comparison(Engine(wrong=False), Engine(wrong=True), prompts, Request(max_new_tokens=6)).run()
-    assert [(one.position, one.verdict) for one in report.divergences] == [(0, Verdict.TIE), (2, Verdict.REAL)]
+    assert [(one.position, one.verdict) for one in report.differences] == [(0, Verdict.TIE), (2, Verdict.REAL)]
     assert report.speculation.requests == report.done == 1
     assert report.tokens == 6
 
@@ -139,9 +139,9 @@ def test_a_batch_shows_what_requests_alone_do_not() -> None:
             wrong = self.batch and request.temperature == 0
             return attrs.evolve(ToyEngine(Toy(depth=2, keeps=1 if wrong else None))).answer(prompt, request)
 
-    assert audited(ToyEngine(Toy()), Mixed(Toy(), batch=False)).divergences == ()
+    assert audited(ToyEngine(Toy()), Mixed(Toy(), batch=False)).differences == ()
     report = audited(ToyEngine(Toy()), Mixed(Toy()), batch=4)
-    assert [one.verdict for one in report.divergences] == [Verdict.REAL] * len(PROMPTS)
+    assert [one.verdict for one in report.differences] == [Verdict.REAL] * len(PROMPTS)
     assert report.control.differences == ()
 
 
@@ -169,7 +169,7 @@ def judged(plain: Answer, other: Answer, again: Answer, *, temperature: float = 
 
     request = Request(max_new_tokens=2, temperature=temperature)
     report = Comparison(Scripted(plain, again), Scripted(other), PROMPTS[:1], request, **options).run()
-    return report.divergences[0]
+    return report.differences[0]
 
 
 def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:

@@ -55,7 +55,6 @@ def test_a_line_is_read_off_exactly(first, slope, depths, draft, at):
         commit=step,
     )
     assert table.cycle(at) == pytest.approx(first + step * at + draft * at + step, rel=1e-6)
-    assert table.draft_step() == pytest.approx(draft, rel=1e-6)
 
 
 @given(

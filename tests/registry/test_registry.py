@@ -83,8 +83,6 @@ BROKEN = {  # a plugin, and what the error says
     "another hook's spec": (drafters("[VerifierSpec(name='x', factory=print)]"), "returns a list of DrafterSpec"),
     "a class for a spec": (drafters("[DrafterSpec]"), "got the class DrafterSpec"),
     "name is no word": (drafters("[DrafterSpec(name='', factory=print)]"), "a name is a word"),
-    "config is no class": (drafters("[DrafterSpec(name='x', factory=print, config=dict)]"), "an attrs class or a data"),
-    "factory is no function": (drafters("[DrafterSpec(name='x', factory=3)]"), "factory is called"),
     "second half broken": (
         GOOD.format(name="half") + "\n@hookimpl\ndef specdec_verifiers(): return [None]",
         "returns a list of VerifierSpec",

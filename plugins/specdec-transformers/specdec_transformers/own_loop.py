@@ -119,8 +119,7 @@ def generate(
     while not ended and len(tokens) < limit:
         record = run_cycle(sequence, max(0, min(depth, target.info.max_rows - 1, limit - len(tokens) - 1)), cut, stats)
         if writer is not None:
-            writer.draft(request, record.position, record.depth, record.drafted)
-            writer.commit(request, record.emitted)
+            writer.cycle(request, record)
     stats.inactive_reason = sequence.failure
     if writer is not None:
         writer.close()

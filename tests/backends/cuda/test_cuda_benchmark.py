@@ -1,4 +1,4 @@
-"""``python -m benchmarks.cuda``: its arithmetic, its gates, its record, and all of its code on the host."""
+"""``python -m benchmarks.cuda``: its arithmetic, its record, and all of its code on the host."""
 
 from __future__ import annotations
 
@@ -44,23 +44,19 @@ def test_speed_up_is_tokens_over_seconds() -> None:
     assert costs.best((0.1, 0.01))[0] == 1
 
 
-# --- gates ------------------------------------------------------------------------------------------------------------
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def test_all_of_it_runs_on_the_host(
     tmp_path: pathlib.Path, lab: timing.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The stand-in device, a toy, a few tokens: checks pass, figures are there and say that they are none."""
-    assert script.main(["--smoke", "--out", str(tmp_path), "--stage", "check,models,demo"]) == 0
+    """The stand-in device, a toy, a few tokens: figures are there and say that they are none."""
+    assert script.main(["--smoke", "--out", str(tmp_path), "--stage", "models"]) == 0
     assert "not a measurement" in capsys.readouterr().out
     kept = json.loads((tmp_path / "cuda.json").read_text())
     results = kept["results"]
     assert kept["measurement"] is False
-    checked = results["check"]["toy"]["gates"]
-    assert checked["depths"] == [0, 1]
-    assert checked["host_reference"]["error"] < 1e-5
     model = results["models"]["toy"]
     assert set(model["verify"]) == {"1", "2", "4"}
     assert model["decode"]["of_bound"] > 0
-    assert set(model["generation"]["1"]) == {"plain", "made", "coin"}
-    assert results["demo"]["embedded"]["depths"]["1"]["mean_ratio"] > 0
+    assert set(model["generation"]["1"]) == {"plain", "made"}
