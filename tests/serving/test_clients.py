@@ -121,6 +121,11 @@ def test_structured_output_is_parsed_by_the_client(client):
         model="demo", messages=QUESTION, max_tokens=1, response_format={"type": "json_object"}
     )
     assert made.choices[0].message.content.startswith("{")
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"const": "yes"}}}
+    made = client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=32, response_format=form, extra_body={"min_tokens": 20}
+    )
+    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ('"yes"', "stop")
 
 
 def test_fields_without_effect_are_taken(server, client, lm):
