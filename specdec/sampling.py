@@ -1,6 +1,6 @@
 """Sampling: from logits to a token, with the same code for plain decoding and for every verified row.
 
-Order: logits, bias, penalties (the row's own history), bans, processors, no early end, temperature, top-k, top-p, min-p.
+Order: logits, bias, penalties (the row's own history), bans, processors, early ends, temperature, top-k, top-p, min-p.
 
 Randomness is counter-based (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the key
 is the seed, and the counter holds absolute position, purpose, cycle and token id. There is no state to roll back, and
