@@ -1,6 +1,6 @@
 """Sampling: from logits to a token, with the same code for plain decoding and for every verified row.
 
-Order: logits, bias, penalties (the row's own history), bans and processors, temperature, top-k, top-p, min-p.
+Order: logits, bias, penalties (the row's own history), bans, processors, early ends, temperature, top-k, top-p, min-p.
 
 Randomness is counter-based (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the key
 is the seed, and the counter holds absolute position, purpose, cycle and token id. There is no state to roll back, and
@@ -117,13 +117,16 @@ def processed(row: Float32, history: Sequence[int], context: Context) -> Float64
             logits[tokens] -= s.presence_penalty + s.frequency_penalty * counts
     if s.banned:
         logits[list(s.banned)] = -np.inf
-    if s.end_tokens and len(history) - context.generated_from < s.min_new_tokens:
-        logits[list(s.end_tokens)] = -np.inf
     if s.processors:
         narrow = logits.astype(np.float32)
         for processor in s.processors:
             narrow = processor.process(narrow, history)
         logits = narrow.astype(np.float64)
+    if s.end_tokens and len(history) - context.generated_from < s.min_new_tokens:
+        longer = logits.copy()
+        longer[list(s.end_tokens)] = -np.inf
+        if longer.max() > -np.inf or not s.processors:  # a grammar that is complete ends the text earlier
+            logits = longer
     return logits
 
 
@@ -296,7 +299,7 @@ def _best(logits: Float64) -> int:
         raise ConfigError(
             "no token is allowed here: bans, min_new_tokens (no end yet) and processors together forbid the whole "
             "vocabulary",
-            try_="fewer bans, a smaller min_new_tokens, or a grammar that can end",
+            try_="fewer bans, or a grammar that can end",
         )
     if not np.isfinite(logits[token]):
         raise ContractError(f"the target's logits are not finite (token {token}: {logits[token]})")

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ import specdec
 from specdec.config import Choice, GenerationConfig, Override, RunConfig, TargetConfig, load_config
 from specdec.contract import Sampling
 from specdec.decoding.conversation import Conversation
+from specdec.decoding.parts import CallSettings
 from specdec.errors import SpecdecError
 from specdec.measuring import choose_prompts, load_prompts, own_prompts
 from specdec.measuring.acceptance import AcceptanceMeasurement
@@ -196,6 +198,13 @@ CALLS = [
         outcome=lambda stream: result_of(stream.result),
         settings=True,
     ),
+    Call(
+        "LanguageModel.generate_batch",
+        lambda lm, at: lm.generate_batch,
+        lambda lm, at: {"prompts": ["the"], "max_new_tokens": 2},
+        outcome=lambda results: [*map(result_of, results)],
+        settings=True,
+    ),
     Call("LanguageModel.encode", lambda lm, at: lm.encode),
     Call(
         "Session.generate",
@@ -292,9 +301,8 @@ def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
         if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and name in hints
     }
     if call.settings:
-        found |= {
-            field.name: typing.get_type_hints(GenerationConfig)[field.name] for field in attrs.fields(GenerationConfig)
-        }
+        kinds = typing.get_type_hints(CallSettings, include_extras=True) | typing.get_type_hints(GenerationConfig)
+        found |= {name: kinds[name] for name in CallSettings.__annotations__}
     return found
 
 
@@ -330,6 +338,8 @@ def tried(call: Call, parameter: str, kind: Any, odd: str, lm: Any, folder: path
     except SpecdecError as error:
         if "\n" in error.message:
             return f"a message of several lines: {error.message}"
+        if re.search(r"\w\(\)|GenerationConfig\.", str(error)) and call.name != "GenerationConfig":
+            return f"a message that names something inside: {error}"
         return None if len(str(error)) <= 2000 else f"a message of {len(str(error))} characters"
     except Exception as error:  # noqa: BLE001 - this is what is looked for
         return f"{type(error).__name__}: {error}"[:300]

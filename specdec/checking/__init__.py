@@ -401,12 +401,11 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
                     except Exception as error:  # noqa: BLE001 - of the caller's object: a sequence that raises
                         wrong.append(Problem((name,), text=f"cannot be used: {described(error)}"))
             if wrong:
-                who = f"{function.__qualname__.removesuffix('.__init__')}()"
                 raise error_of(
                     wrong,
                     error_class,
-                    lambda one: f"argument {dotted(one.path)} of {who} {_in_words(one.sentence())}",
-                    f"arguments of {who}",
+                    lambda one: f"argument {dotted(one.path)} {_in_words(one.sentence())}",
+                    "arguments",
                 )
             return function(*bound.args, **bound.kwargs)
 

@@ -13,7 +13,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import check_writable
-from specdec.cli.options import FILE, PATH, are_messages, chat_option, configured, ignore_eos, integer
+from specdec.cli.options import FILE, PATH, are_messages, chat_option, configured, ignore_eos, integer, interruptible
 from specdec.config import RunConfig
 from specdec.errors import PromptError, UnsupportedError
 
@@ -28,13 +28,23 @@ if TYPE_CHECKING:
 @integer("--max-batch", "Generations that run at once", 8, high=256)
 @chat_option
 @click.option("-o", "--output", "file", metavar="OUT", type=PATH, help="Write the results there, not to stdout.")
-def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | None, file: pathlib.Path | None) -> None:
+@click.pass_context
+def batch(
+    ctx: click.Context,
+    config: RunConfig,
+    prompts_file: str,
+    max_batch: int,
+    chat: bool | None,
+    file: pathlib.Path | None,
+) -> None:
     """Answer or continue many prompts at once.
 
     FILE has a prompt per line, or JSON lines such as {"class": "mail", "prompt": "Dear all,"}. Each result is a JSON
     line that names the line of its prompt ("source"), written when it ends. Each has the text that it has alone: the
-    generations share the passes of the model, and nothing else.
+    generations share the passes of the model, and nothing else. Ctrl-C ends those that run and writes what they have; a
+    second Ctrl-C aborts.
     """
+    from specdec.decoding.batch import Batch
     from specdec.measuring.prompts import load_prompts
 
     check_writable(file)
@@ -53,23 +63,29 @@ def batch(config: RunConfig, prompts_file: str, max_batch: int, chat: bool | Non
             lm.check_fits(len(tokens))
         except PromptError as error:
             raise PromptError(error.message, prompt=prompt.name, **error.facts) from error
-    done = 0
+    done = unfinished = 0
+    running = Batch()
     try:
         with _opened(file) as out, output.progress("reading prompts", silent=file is None, then="prompts") as advance:
 
             def write(number: int, result: Result) -> None:
-                nonlocal done
+                nonlocal done, unfinished
+                unfinished += result.finish_reason == "interrupted"
                 data: dict[str, Any] = {"source": prompts[number].name, **result.to_dict()}
                 out.write(json.dumps(data) + "\n")
                 out.flush()
                 done += 1
                 advance(done, len(prompts))
 
-            lm.generate_batch(encoded, max_batch=max_batch, on_result=write)
+            with interruptible(running):
+                lm.generate_batch(encoded, max_batch=max_batch, on_result=write, batch=running)
     except OSError as error:
         raise UnsupportedError(
             f"the results cannot be written: {error.strerror or error}", file=file or "standard output"
         ) from error
+    if unfinished or done < len(prompts):
+        click.echo(f"interrupted: {done - unfinished} of {len(prompts)} are finished, {unfinished} cut short", err=True)
+        ctx.exit(output.INTERRUPTED)
 
 
 def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:

@@ -193,7 +193,7 @@ class Chat:
         try:
             override_generation(self._config.generation, settings)
         except PromptError as error:
-            raise PromptError(error.message.removeprefix("GenerationConfig."), **error.facts) from None
+            raise PromptError(error.message.removeprefix("generation."), **error.facts) from None
         self._settings = settings
         self._say(f"{key} is {override.value}")
 

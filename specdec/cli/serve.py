@@ -106,6 +106,15 @@ def served_name(model: str) -> str:
     metavar="MIB",
     help="Memory for idle sessions (default 1024).",
 )
+@click.option(
+    "--answers",
+    "answer_tokens",
+    default=0,
+    type=click.IntRange(0, 1_000_000),
+    metavar="N",
+    help="Draft from the last N tokens of finished answers too (default 0). Clients can tell from the time what others "
+    "were answered: only for clients that trust each other.",
+)
 @click.option("--engine", type=click.Choice(["specdec", "vllm"]), default="specdec", help="vllm: print its command.")
 @click.option("--run", "start", is_flag=True, help="With --engine vllm: replace this process with it.")
 @click.option(
@@ -126,6 +135,7 @@ def serve(
     most_tokens: int,
     most_prompt: int | None,
     keep_mib: int,
+    answer_tokens: int,
     engine: str,
     start: bool,
     grace: float,
@@ -167,7 +177,14 @@ def serve(
         service = Service(
             lm=lm,
             names=names,
-            engine=Engine(lm, metrics, most_waiting=queue, parallel=parallel, kept_bytes=keep_mib * 2**20),
+            engine=Engine(
+                lm,
+                metrics,
+                most_waiting=queue,
+                parallel=parallel,
+                kept_bytes=keep_mib * 2**20,
+                answer_tokens=answer_tokens,
+            ),
             metrics=metrics,
             limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),
             api_key=api_key or "",

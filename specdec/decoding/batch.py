@@ -42,11 +42,14 @@ class Batch:
         self._outputs: dict[Stream, ForwardOutput | BaseException] = {}
         self._times: dict[int, _Times] = {}  # by number of generations in a pass
         self._prices = _Prices()
+        self._stopping = False
 
     def add(self, stream: Stream) -> None:
         """Let a generation join."""
         self.running.append(stream)
         self._prompts.append(stream)
+        if self._stopping:
+            stream.stop()
 
     def tick(self) -> list[tuple[Stream, str]]:
         """Run one pass for all; returns the texts that came, each with its generation. Ended ones leave."""
@@ -76,6 +79,39 @@ class Batch:
         self.rows = sum(len(request.tokens) for request in requests.values())
         self._outputs = dict(zip(requests, self._run(list(requests.values())), strict=True))
         return texts
+
+    def run(self, begin: Iterable[Callable[[], Stream]], most: int) -> Iterator[tuple[int, Result | Exception]]:
+        """Run generations, at most ``most`` at once; yields the number and result of each one that ends.
+
+        Args:
+            begin: starts each generation; called when there is a place for it.
+        """
+        waiting = enumerate(begin)
+        numbers: dict[Stream, int] = {}
+        more = True
+        while (more and not self._stopping) or self.running:
+            while more and not self._stopping and len(self.running) < most:
+                number, start = next(waiting, (-1, None))
+                if start is None:
+                    more = False
+                    break
+                try:
+                    stream = start()
+                except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
+                    yield number, error
+                    continue
+                numbers[stream] = number
+                self.add(stream)
+            self.tick()
+            for stream in [stream for stream in numbers if stream not in self.running]:
+                failure = self.failures.pop(stream, None)
+                yield numbers.pop(stream), failure or stream.result
+
+    def stop(self) -> None:
+        """End the running generations after their current cycle, and begin no more; safe from a signal handler."""
+        self._stopping = True
+        for stream in list(self.running):
+            stream.stop()
 
     def _leave(self, stream: Stream) -> None:
         self.running.remove(stream)
@@ -163,31 +199,3 @@ def _run_together(requests: Sequence[PassRequest]) -> Sequence[ForwardOutput | B
         return target.decode_batch([(request.sequence.state, request.tokens) for request in requests])
     except Exception:  # noqa: BLE001 - found again below
         return [request.run() for request in requests]
-
-
-def generate_batch(begin: Iterable[Callable[[], Stream]], most: int) -> Iterator[tuple[int, Result | Exception]]:
-    """Run generations, at most ``most`` at once; yields the number and result of each one that ends.
-
-    Args:
-        begin: starts each generation; called when there is a place for it.
-    """
-    batch, waiting = Batch(), enumerate(begin)
-    numbers: dict[Stream, int] = {}
-    more = True
-    while more or batch.running:
-        while more and len(batch.running) < most:
-            number, start = next(waiting, (-1, None))
-            if start is None:
-                more = False
-                break
-            try:
-                stream = start()
-            except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
-                yield number, error
-                continue
-            numbers[stream] = number
-            batch.add(stream)
-        batch.tick()
-        for stream in [stream for stream in numbers if stream not in batch.running]:
-            failure = batch.failures.pop(stream, None)
-            yield numbers.pop(stream), failure or stream.result

@@ -226,7 +226,8 @@ def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -
     try:
         return attrs.evolve(config, **given)
     except SpecdecError as error:
-        raise PromptError(error.message, **{k.replace(" ", "_"): v for k, v in error.facts.items()}) from None
+        facts = {k.replace(" ", "_"): v.replace("GenerationConfig.", "generation.") for k, v in error.facts.items()}
+        raise PromptError(error.message.replace("GenerationConfig.", "generation."), **facts) from None
 
 
 def with_seed(settings: GenerationConfig) -> GenerationConfig:

@@ -16,7 +16,7 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.batch import generate_batch
+from specdec.decoding.batch import Batch
 from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
 from specdec.decoding.result import Result, html_table
 from specdec.decoding.sequence import Counts, LiveSequence
@@ -31,6 +31,7 @@ from specdec.decoding.session_file import (
 from specdec.decoding.stream import OneThread, Stream
 from specdec.drafters.prediction import PredictedText
 from specdec.errors import PromptError, SessionFileError, StateError, shown
+from specdec.policies.fixed import MAX_DEPTH
 from specdec.registry import calling
 from specdec.text import common_prefix
 
@@ -241,7 +242,7 @@ class Session:
             prompt: text or token ids to append first; ids are a sequence or a 1-d array of integers.
             prediction: text or token ids that the output is expected to repeat, such as a file that it edits. Where it
                 does, they are drafted before the drafter is asked. A wrong prediction costs a little time.
-            depth: draft tokens per cycle, at most, in place of the depth policy; 0 is plain decoding.
+            depth: draft tokens per cycle, at most 15, in place of the depth policy; 0 is plain decoding.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
                 ...); the configuration's value if omitted or None. Sampling without a seed draws one, which
                 ``Result.generation`` reports.
@@ -250,8 +251,8 @@ class Session:
         """
         with self._in_use() as sequence:
             generation = with_seed(override_generation(self._lm.config.generation, settings))
-            if depth is not None and depth < 0:
-                raise PromptError(f"depth is 0 or more draft tokens, got {shown(depth)}")
+            if depth is not None and not 0 <= depth <= MAX_DEPTH:
+                raise PromptError(f"argument depth takes 0 to {MAX_DEPTH} draft tokens, got {shown(depth)}")
             added = [] if prompt is None else self._encoded(prompt, sequence)
             begin = [*sequence.tokens, *added]
             if not begin:
@@ -358,6 +359,7 @@ class LanguageModel(Parts):
         *,
         max_batch: int = 8,
         on_result: Callable[[int, Result], object] = lambda number, result: None,
+        batch: Batch | None = None,
         **settings: Unpack[CallSettings],
     ) -> list[Result]:
         """Generate for several prompts at once, each in a fresh session; each has the result that it has alone.
@@ -369,9 +371,10 @@ class LanguageModel(Parts):
             prompts: texts, token ids or conversations, as ``stream`` takes them.
             max_batch: generations that run at once; the others wait.
             on_result: called with the number and result of each one that ends, in the order in which they end.
+            batch: runs them; its ``stop`` ends those that run with what they have, and begins no more.
             **settings: as for ``stream``, for all of them.
 
-        Returns the results in the order of the prompts.
+        Returns the results in the order of the prompts; after ``batch.stop()``, of those that had begun.
 
         Raises: PromptError for an unusable prompt, by its number, before anything runs. The first error of a
             generation, once the others have ended.
@@ -382,7 +385,7 @@ class LanguageModel(Parts):
         results: dict[int, Result] = {}
         failures: list[Exception] = []
         begin = [functools.partial(self.stream, tokens, **settings) for tokens in encoded]
-        for number, result in generate_batch(begin, max_batch):
+        for number, result in (batch or Batch()).run(begin, max_batch):
             if isinstance(result, Exception):
                 failures.append(result)
             else:
@@ -390,7 +393,7 @@ class LanguageModel(Parts):
                 on_result(number, result)
         if failures:
             raise failures[0]
-        return [results[number] for number in range(len(encoded))]
+        return [results[number] for number in sorted(results)]
 
     def _numbered(self, number: int, prompt: Any) -> list[int]:
         """Token ids of a prompt or a conversation that fit into a session. Raises: PromptError with its number."""

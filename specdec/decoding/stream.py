@@ -61,6 +61,7 @@ class Stream:
     Attributes:
         settings: the generation settings in force.
         on_cycle: called with the record of every cycle; assign it before reading the first text.
+        prediction: what is drafted from before the drafter is asked; likewise.
         stopping: whether ``stop`` was called.
     """
 
@@ -80,7 +81,7 @@ class Stream:
         self.settings = settings
         self._prompt = prompt
         self._alone = alone
-        self._prediction = prediction
+        self.prediction = prediction
         self._depth = depth  # in place of the policy's
         self._stats = RunStats(drafter=lm.drafter.spec.name)
         self._decoder = IncrementalDecoder(lm.tokenizer)
@@ -225,7 +226,7 @@ class Stream:
                 started = perf_counter()
                 most = min(room, lm.info.max_rows) - 1
                 depth = most if self._depth is None else min(self._depth, most)
-                predicted = () if self._prediction is None else self._prediction.draft(sequence.tokens, depth)
+                predicted = () if self.prediction is None else self.prediction.draft(sequence.tokens, depth)
                 if predicted:
                     depth = len(predicted)
                 elif self._depth is None:

@@ -7,6 +7,7 @@ place ahead first. The drafts are point masses and depend on the committed token
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 
 from specdec.drafters.ngram import NgramIndex
@@ -56,3 +57,53 @@ class PredictedText:
         self._follows = bool(starts)
         if starts:
             self._at = starts[min(bisect_left(starts, self._at), len(starts) - 1)]
+
+
+class Answers:
+    """The last tokens of finished answers, which new ones may repeat. For one thread.
+
+    Args:
+        most: tokens that are remembered; the oldest answers make room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._answers: deque[tuple[int, ...]] = deque()
+        self._after: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}  # suffix -> the newest answer, and place
+        self.size = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Remember an answer; of one that is too long, its end."""
+        answer = tuple(tokens[-self._most :])
+        if len(answer) <= LONGEST:
+            return
+        self._answers.append(answer)
+        self.size += len(answer)
+        for at in range(LONGEST, len(answer)):
+            self._after[answer[at - LONGEST : at]] = answer, at
+        while self.size > self._most:
+            oldest = self._answers.popleft()
+            self.size -= len(oldest)
+            for at in range(LONGEST, len(oldest)):
+                suffix = oldest[at - LONGEST : at]
+                if suffix in self._after and self._after[suffix][0] is oldest:
+                    del self._after[suffix]
+
+    def after(self, context: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+        """The newest answer that has the last tokens of ``context``, and the place behind them."""
+        return self._after.get(tuple(context[-LONGEST:]))
+
+
+class RepeatedAnswer(PredictedText):
+    """Follows whichever finished answer the output repeats."""
+
+    def __init__(self, answers: Answers, begin: int) -> None:
+        super().__init__((), begin)
+        self._answers = answers
+        self._follows = False
+
+    def _rejoin(self, context: Sequence[int]) -> None:
+        found = self._answers.after(context)
+        self._follows = found is not None
+        if found is not None:
+            self._tokens, self._at = found

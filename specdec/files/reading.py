@@ -85,7 +85,11 @@ def parse_json(text: str | bytes) -> Any:
     value = _parsed(lambda: json.loads(text, object_pairs_hook=_unique))
     document = text if isinstance(text, bytes) else text.encode()
     if b"\\ud" in document or b"\\uD" in document:
-        json.dumps(value, ensure_ascii=False).encode()
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise ValueError(f"a text in it has half of a surrogate pair ({half}), which is no character") from error
     return value
 
 

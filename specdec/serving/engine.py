@@ -19,12 +19,13 @@ from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result, TokenLogprobs
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
-from specdec.errors import SpecdecError, UnsupportedError
+from specdec.drafters.prediction import Answers, RepeatedAnswer
+from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.serving.metrics import Metrics
 from specdec.serving.refusal import Refusal
 from specdec.serving.requests import Prepared
-from specdec.serving.sessions import Sessions
+from specdec.serving.sessions import Sessions, keeps_texts
 
 log = get_logger(__name__)
 
@@ -115,13 +116,15 @@ class Turn:
 class _Generation:
     """A turn's generation. For the engine's thread."""
 
-    def __init__(self, turn: Turn, prepared: Prepared, session: Session) -> None:
+    def __init__(self, turn: Turn, prepared: Prepared, session: Session, answers: Answers | None) -> None:
         self.turn = turn
         self.prompt = len(prepared.prompt)
         self.session = session
         self.began = perf_counter()
         session.set_prompt(prepared.prompt)
         self.stream = session.stream(prediction=prepared.prediction or None, depth=prepared.depth, **prepared.settings)
+        if answers is not None and self.stream.prediction is None:
+            self.stream.prediction = RepeatedAnswer(answers, self.prompt)
         self.first: float | None = None  # when its first text came
         self._cycles: list[CycleRecord] = []
         self._texts: list[str] = []
@@ -159,9 +162,20 @@ class Engine:
         most_waiting: requests that may wait beside those that run.
         parallel: requests that run at once.
         kept_bytes: for the states of earlier requests.
+        answer_tokens: of finished answers, from which others are drafted; 0 for none.
+
+    Raises: ConfigError for ``answer_tokens`` where a draft could change a text.
     """
 
-    def __init__(self, lm: Parts, metrics: Metrics, *, most_waiting: int, parallel: int, kept_bytes: int) -> None:
+    def __init__(
+        self, lm: Parts, metrics: Metrics, *, most_waiting: int, parallel: int, kept_bytes: int, answer_tokens: int = 0
+    ) -> None:
+        if answer_tokens and not keeps_texts(lm):
+            raise ConfigError(
+                "drafts from finished answers need an exact verifier and bitwise parity: a text would depend on others",
+                try_="--answers 0",
+            )
+        self._answers = Answers(answer_tokens) if answer_tokens else None
         self._metrics = metrics
         self._most_waiting, self._parallel = most_waiting, parallel
         self._sessions = Sessions(lm, kept_bytes)
@@ -255,7 +269,7 @@ class Engine:
             if turn.future is None or not turn.future.set_running_or_notify_cancel():
                 continue
             try:
-                generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt))
+                generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt), self._answers)
             except BaseException as error:  # noqa: BLE001 - a bug; the server goes on
                 self._failed(turn, error)
             else:
@@ -289,6 +303,8 @@ class Engine:
         ended = perf_counter()
         self._seconds += 0.2 * (ended - began - self._seconds)
         self._sessions.keep(generation.session, generation.prompt)
+        if self._answers is not None:
+            self._answers.add(result.tokens)
         queued, took = began - turn.started, ended - turn.started
         self._metrics.generated(result, queued=queued, first=(generation.first or ended) - turn.started, took=took)
         self._metrics.kept(len(self._sessions), self._sessions.size)

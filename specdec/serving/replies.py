@@ -34,6 +34,7 @@ class Reply:
         self._lm = lm
         self._chat = isinstance(request, ChatRequest)
         self._top = request.top
+        self._predicted = bool(ready.prediction)
         self._splitter = Splitter(names=request.tool_names, thinking=ready.thinking)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -80,7 +81,7 @@ class Reply:
         last["specdec"] = _speculation(result)
         chunks = [self._chunk(rest, None, None), last] if rest else [last]
         if usage:
-            chunks.append({**self._head, "object": last["object"], "choices": [], "usage": _usage(result)})
+            chunks.append({**self._head, "object": last["object"], "choices": [], "usage": self._usage(result)})
         return chunks
 
     def whole(self, piece: Piece, result: Result) -> dict[str, Any]:
@@ -104,13 +105,30 @@ class Reply:
             **self._head,
             "object": "chat.completion" if self._chat else "text_completion",
             "choices": [choice],
-            "usage": _usage(result),
+            "usage": self._usage(result),
             "specdec": _speculation(result),
         }
 
     @staticmethod
     def _reason(result: Result, calls: list[dict[str, Any]]) -> str:
         return "tool_calls" if calls else _REASONS.get(result.finish_reason, "stop")
+
+    def _usage(self, result: Result) -> dict[str, Any]:
+        """Tokens of prompt and answer, and of the request's own prediction; drafts are in ``specdec`` instead."""
+        stats, completion = result.stats, len(result.tokens)
+        offered, accepted = stats.prediction_offered, stats.prediction_accepted
+        if not self._predicted:  # they are those of a finished answer
+            offered = accepted = 0
+        return {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": result.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": max(result.prompt_tokens - 1 - stats.prefilled, 0)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": offered - accepted,
+            },
+        }
 
     def _chunk(self, content: Any, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta" if self._chat else "text": content, "logprobs": logprobs, "finish_reason": reason}
@@ -167,21 +185,6 @@ class Reply:
             ],
             "text_offset": offsets,
         }
-
-
-def _usage(result: Result) -> dict[str, Any]:
-    """Tokens of prompt and answer, and of the request's own prediction; drafts are in ``specdec`` instead."""
-    stats, completion = result.stats, len(result.tokens)
-    return {
-        "prompt_tokens": result.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": result.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": max(result.prompt_tokens - 1 - stats.prefilled, 0)},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": stats.prediction_accepted,
-            "rejected_prediction_tokens": stats.prediction_offered - stats.prediction_accepted,
-        },
-    }
 
 
 def _speculation(result: Result) -> Mapping[str, Any]:

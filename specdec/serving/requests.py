@@ -15,6 +15,7 @@ from specdec.config import Choice
 from specdec.decoding.parts import Parts, make_sampling, override_generation
 from specdec.errors import SpecdecError, did_you_mean, shown
 from specdec.files.reading import parse_json
+from specdec.policies.fixed import MAX_DEPTH
 from specdec.serving.refusal import Refusal
 from specdec.serving.tools import call_grammar, render_with_tools
 from specdec.text.chat_template import OWN_VARIABLES
@@ -94,7 +95,7 @@ class ResponseFormat(_Object):
 class Speculation(_Object):
     """``speculation``: how far to draft; 0 is plain decoding."""
 
-    depth: Annotated[int, Field(ge=0, le=15)]
+    depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)]
 
 
 class TextPart(_Object):
@@ -390,8 +391,10 @@ def json_object(body: bytes) -> dict[str, Any]:
         data = parse_json(body)  # nesting, digits and repeated keys are checked before anything reads the values
     except UnicodeDecodeError:
         raise Refusal(400, "the body is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON that can be read: {error}") from None
+        raise Refusal(400, f"the body cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise Refusal(400, f"the body takes a JSON object, got {shown(data, 60)}")
     return data

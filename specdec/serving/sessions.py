@@ -12,6 +12,11 @@ from specdec.text import common_prefix
 MOST_SESSIONS = 16  # a drafter's own state is not counted in bytes
 
 
+def keeps_texts(lm: Parts) -> bool:
+    """Whether no text can depend on kept states or on drafts: an exact verifier, and rows of equal bits in any pass."""
+    return lm.verifier.guarantee is Guarantee.EXACT and lm.info.parity is Parity.BITWISE
+
+
 @attrs.frozen
 class _Kept:
     session: Session
@@ -23,8 +28,7 @@ class _Kept:
 class Sessions:
     """Sessions in the order of their last use, the oldest first; bounded in number and bytes. For one thread.
 
-    With an exact verifier and a target whose rows have the same bits in any pass, a kept state changes no output.
-    Otherwise nothing is kept, because the same request must give the same text whatever came before it.
+    Nothing is kept unless ``keeps_texts``: the same request must give the same text whatever came before it.
 
     Attributes:
         size: bytes of all kept states.
@@ -32,8 +36,7 @@ class Sessions:
 
     def __init__(self, lm: Parts, most_bytes: int) -> None:
         self._lm = lm
-        same = lm.verifier.guarantee is Guarantee.EXACT and lm.info.parity is Parity.BITWISE
-        self._most_bytes = most_bytes if same else 0
+        self._most_bytes = most_bytes if keeps_texts(lm) else 0
         self._kept: list[_Kept] = []
         self.size = 0
 

@@ -20,6 +20,7 @@ Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # of Hermes and Qwen
 _THINK, _THOUGHT = "<think>", "</think>"
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # of Mistral and Llama; usually special tokens, which no text shows
+_COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # where a schema has parameters besides
 _INSTRUCTIONS = (
     "You may call functions. Their signatures, one a line:\n{tools}\n"
     'To call one, answer with {open}{{"name": ..., "arguments": {{...}}}}{close} and nothing else.'
@@ -68,11 +69,10 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], prompt: str) -> str:
     for number, tool in enumerate(tools):
         head = f'{before}{{"name": {json.dumps(tool["function"]["name"])}, "{key}": '
         calls.append(f"{json.dumps(head)} arguments{number} {json.dumps('}' + after)}")
-        schema = {
-            "type": "object",
-            **tool["function"].get("parameters", {}),
-            "x-guidance": {"whitespace_flexible": False},
-        }
+        parameters = tool["function"].get("parameters", {})
+        schema = {"type": "object", **parameters, "x-guidance": {"whitespace_flexible": False}}
+        if not _COMBINED & parameters.keys():  # else they may be named elsewhere
+            schema.setdefault("additionalProperties", False)
         rules.append(f"arguments{number}: %json {json.dumps(schema)}")
     return "\n".join(["start: " + " | ".join(calls), *rules])
 

@@ -33,10 +33,14 @@ def reference_logits(
             values[token] = value / s.repetition_penalty if value > 0 else value * s.repetition_penalty
         if token in generated:
             values[token] -= s.presence_penalty + s.frequency_penalty * generated[token]
-        if token in s.banned or (token in s.end_tokens and len(history) - generated_from < s.min_new_tokens):
+        if token in s.banned:
             values[token] = -math.inf
     for processor in s.processors:
         values = [float(value) for value in processor.process(np.array(values, np.float32), history)]
+    if len(history) - generated_from < s.min_new_tokens:
+        longer = [-math.inf if token in s.end_tokens else value for token, value in enumerate(values)]
+        if max(longer) > -math.inf or not s.processors:
+            values = longer
     return values
 
 

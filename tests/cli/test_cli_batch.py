@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
+import signal
 
 import pytest
 from click.testing import CliRunner
 
 import specdec
 from specdec.cli import main
+from specdec.decoding.batch import Batch
 
 
 def test_every_prompt_has_a_line_with_its_own_result(tmp_path):
@@ -49,3 +52,27 @@ def test_a_prompt_that_is_too_long_leaves_older_results(tmp_path):
     assert "too long" in done.output
     assert "p.txt, line 2" in done.output
     assert (tmp_path / "out.jsonl").read_text() == "older\n"
+
+
+def test_an_interruption_writes_what_there_is(tmp_path, monkeypatch):
+    """One prompt is answered, two run, one waits: nothing that was generated is lost."""
+    (tmp_path / "p.txt").write_text("Once upon a time\ndef add(a, b):\nx = [1, 2,\nclass Stack:\n")
+    tick, ticks = Batch.tick, itertools.count()
+
+    def interrupted(batch):
+        if next(ticks) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return tick(batch)
+
+    monkeypatch.setattr(Batch, "tick", interrupted)
+    command = ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "-n", "40", "--max-batch", "2"]
+    done = CliRunner().invoke(main, [*command, "--drafter", "none"])
+    assert done.exit_code == 130, done.output
+    assert "interrupted: 1 of 4 are finished, 2 cut short" in done.stderr
+    first, *cut = map(json.loads, done.stdout.splitlines())
+    assert (first["source"], first["finish_reason"]) == ("p.txt, line 1", "stop")
+    assert [data["finish_reason"] for data in cut] == ["interrupted"] * 2
+    whole = specdec.load("demo").generate("def add(a, b):", max_new_tokens=40)
+    (tokens,) = (data["tokens"] for data in cut if data["source"] == "p.txt, line 2")
+    assert tokens == list(whole.tokens[: len(tokens)])
+    assert 0 < len(tokens) < 40

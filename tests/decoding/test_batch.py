@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specdec.backends import batching
 from specdec.contract import Draft, Drafter
 from specdec.decoding import batch
-from specdec.decoding.batch import Batch, generate_batch
+from specdec.decoding.batch import Batch
 from specdec.decoding.stream import Stream
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
@@ -285,7 +285,7 @@ def test_generate_batch_keeps_at_most_so_many_and_names_each(small: Callable[...
 
     ended = 0
     results: dict[int, Any] = {}
-    for number, result in generate_batch(map(start, range(6)), 2):
+    for number, result in Batch().run(map(start, range(6)), 2):
         assert len(begun) - ended <= 2 + 1
         ended += 1
         results[number] = result

@@ -120,9 +120,9 @@ def test_a_repeated_key_is_refused(pairs: dict[str, int], data: st.DataObject) -
 def test_half_of_a_surrogate_pair_is_refused(half: str) -> None:
     """It is no text: whatever encodes it later fails."""
     for document in (f'["{half}"]', f'{{"{half}": 1}}'):
-        with pytest.raises(ValueError, match="surrogates"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
             parse_json(document)
-        with pytest.raises(ValueError, match="surrogates"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
             parse_json(document.encode())
     assert parse_json(r'["\uD83D\uDE00"]') == ["😀"]
 

@@ -150,11 +150,10 @@ def exchange(server: Server, pieces: list[bytes], seconds: float) -> bytes:
 
 def check(answer: bytes) -> None:
     """Nothing, or a response that is no 500; an error is a short line that gives nothing away."""
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     if not answer:
         return
     head, _, body = answer.partition(b"\r\n\r\n")
-    if head.startswith(b"HTTP/1.1 100"):
-        head, _, body = body.partition(b"\r\n\r\n")
     assert head.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), answer[:300]
     if b"application/json" in head and b'{"error"' in body:
         error = json.loads(body)["error"]

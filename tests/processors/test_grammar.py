@@ -136,11 +136,14 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     depth: int = 8,
+    least: int = 0,
 ) -> list[int]:
     """The output under a grammar: its tokens, the end token included where it ended."""
     tokens, stats = list(PROMPT), RunStats()
     processor = GrammarProcessor(config, words.env(len(PROMPT)))
-    sampling = Sampling(temperature=temperature, seed=seed, processors=(processor,))
+    sampling = Sampling(
+        temperature=temperature, seed=seed, processors=(processor,), min_new_tokens=least, end_tokens=tuple(ENDS)
+    )
     state = target.new_state(LONGEST + 32)
     target.prefill(state, tokens[:-1])
     sequence = LiveSequence(
@@ -248,6 +251,17 @@ def test_legal_ends_at_the_first_token_that_the_mask_forbids(config, target, his
         while expected < len(draft) and draft[expected] in allowed(fresh(config), [*history, *draft[:expected]]):
             expected += 1
         assert processor.legal(draft, Context([*PROMPT, *history])) == expected
+
+
+@given(st.integers(0, 6), MODELS, st.fixed_dictionaries(LAWS), SCRIPTS)
+def test_a_complete_grammar_ends_the_text_before_min_new_tokens_if_it_allows_nothing_else(least, target, law, script):
+    for regex in ("abc?", "a{1,9}"):
+        config = GrammarConfig(regex=regex)
+        plain = generate(target, config, least=least, **law)
+        assert generate(target, config, Scripted(plain, script), least=least, **law) == plain
+        text = text_of(plain)
+        assert re.fullmatch(regex, text)
+        assert len(plain) > least or text in ("abc", "a" * 9), (plain, text)
 
 
 @given(REGEXES, MODELS)

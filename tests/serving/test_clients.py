@@ -121,6 +121,11 @@ def test_structured_output_is_parsed_by_the_client(client):
         model="demo", messages=QUESTION, max_tokens=1, response_format={"type": "json_object"}
     )
     assert made.choices[0].message.content.startswith("{")
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"const": "yes"}}}
+    made = client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=32, response_format=form, extra_body={"min_tokens": 20}
+    )
+    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ('"yes"', "stop")
 
 
 def test_fields_without_effect_are_taken(server, client, lm):
@@ -154,7 +159,6 @@ TOOLS = [
             "parameters": {
                 "properties": {"a": {"$ref": "#/$defs/number"}, "b": {"$ref": "#/$defs/number"}},
                 "required": ["a", "b"],
-                "additionalProperties": False,
                 "$defs": {"number": INTEGER},
             },
         },
@@ -185,6 +189,43 @@ def test_a_tool_is_called_and_its_result_answered(client, choice):
     assert answer.choices[0].message.content
     without = client.chat.completions.create(messages=[*messages[:1], messages[2]], tool_choice="none", **settings)
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 8  # the call was part of the prompt
+
+
+def test_an_agent_calls_its_tools_and_reads_their_results(server):
+    """The model is too small to choose well: the grammar makes every step a call that the agent can run."""
+    smolagents = pytest.importorskip("smolagents")
+    pytest.importorskip("llguidance")
+    results = []
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: one number
+            b: another number
+        """
+        results.append(a + b)
+        return results[-1]
+
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers.
+
+        Args:
+            a: one number
+            b: another number
+        """
+        results.append(a * b)
+        return results[-1]
+
+    model = smolagents.OpenAIModel("demo", api_base=server.url, api_key="none", max_tokens=64, temperature=1.0, seed=2)
+    tools = [smolagents.tool(add), smolagents.tool(multiply)]
+    agent = smolagents.ToolCallingAgent(tools, model, max_steps=3, verbosity_level=0)
+    assert agent.run("What is 3 times 4?")
+    *steps, last = [step for step in agent.memory.steps if isinstance(step, smolagents.ActionStep)]
+    assert [step.error for step in steps] == [None] * len(steps)
+    assert [step.observations for step in steps] == [*map(str, results)]
+    assert results
+    assert last.is_final_answer or "Reached max steps" in str(last.error)
 
 
 def test_tokenize_and_detokenize(server, lm):

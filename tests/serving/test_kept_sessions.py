@@ -5,9 +5,14 @@ from __future__ import annotations
 import types
 
 import pytest
+from serving import serving
 
 from specdec.contract import Guarantee, Parity
+from specdec.drafters.prediction import LONGEST, Answers
+from specdec.errors import ConfigError
 from specdec.serving import sessions
+from specdec.serving.engine import Engine
+from specdec.serving.metrics import Metrics
 from specdec.serving.sessions import Sessions
 
 PROMPTS = [[number, *range(10, 30)] for number in range(6)]
@@ -63,3 +68,34 @@ def test_nothing_is_kept_where_it_could_change_the_output(lm, guarantee, parity,
     kept.keep(session, len(PROMPTS[0]))
     assert len(kept) == count
     assert (kept.size > 0) == (count > 0)
+
+
+def test_drafts_from_answers_are_refused_where_they_could_change_the_output():
+    verifier, info = types.SimpleNamespace(guarantee=Guarantee.BOUNDED), types.SimpleNamespace(parity=Parity.BITWISE)
+    inexact = types.SimpleNamespace(verifier=verifier, info=info)
+    with pytest.raises(ConfigError, match="need an exact verifier"):
+        Engine(inexact, Metrics(), most_waiting=1, parallel=1, kept_bytes=0, answer_tokens=100)
+
+
+def test_answers_are_remembered_within_their_bound():
+    answers = Answers(30)
+    for start in range(0, 100, 10):
+        answers.add(range(start, start + 10))
+        assert answers.size <= 30
+    assert answers.after([0, 72, 73, 74, 75, 76, 77]) == (tuple(range(70, 80)), 8)
+    assert answers.after(range(60, 68)) is None
+    answers.add(range(200, 300))  # the end of one that is too long, in place of all others
+    assert answers.after(range(280, 290)) == (tuple(range(270, 300)), 20)
+    assert answers.after(range(80, 88)) is None
+    assert answers.size == len(answers._after) + LONGEST == 30  # nothing is left of the others
+
+
+@pytest.mark.parametrize("tokens", [0, 1000])
+def test_an_equal_request_is_drafted_from_the_first_ones_answer_if_asked_for(tokens):
+    ask = {"prompt": "def add(a, b):", "max_tokens": 48, "temperature": 0.9, "seed": 5}
+    with serving("--drafter", "none", "--keep", 0, "--answers", tokens) as server:
+        first, again = (server.post("/v1/completions", ask)[2] for _ in range(2))
+    assert again["choices"] == first["choices"]
+    assert first["specdec"]["cycles"] == 48
+    assert (again["specdec"]["cycles"] < 24) == (tokens > 0)
+    assert again["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0  # it brought none
