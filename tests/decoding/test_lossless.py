@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from specdec.contract import CycleRecord, DepthPolicy, Draft, Drafter, Parity, Stats, Verdict
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from specdec.policies.fixed import MAX_DEPTH
 from tests import tiny
 from tests.selection import cases
 
@@ -312,7 +313,7 @@ PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
     count=st.integers(1, 40),
     prediction=st.sampled_from(sorted(PREDICTIONS)),
     drafter=st.sampled_from([mtp, adversarial, raising]),
-    depth=st.one_of(st.none(), st.integers(0, 20)),
+    depth=st.one_of(st.none(), st.integers(0, MAX_DEPTH)),
     numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
     temperature=st.sampled_from([0.0, 1.0]),
 )
