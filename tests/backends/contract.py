@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "short": {"LENGTH": 19, "HEAD_DIM": 8, "HEADS": 3, "KV_HEADS": 3, "LATENT": 9, "LATENT_VALUES": 1}
     | {"SHAPE": _delta(2, 2, 1, 1, 2)},
     "odd": {"LENGTH": 333, "HEAD_DIM": 132, "HEADS": 5, "KV_HEADS": 1, "LATENT": 75, "LATENT_VALUES": 75}
-    | {"SHAPE": _delta(2, 6, 37, 71, 5)},
+    | {"SHAPE": _delta(2, 6, 37, 71, 3)},
     "even": {"LENGTH": 2048, "HEAD_DIM": 64, "HEADS": 8, "KV_HEADS": 2, "LATENT": 96, "LATENT_VALUES": 64}
     | {"SHAPE": _delta(1, 2, 64, 64, 4)},
     "real": {"LENGTH": 1024, "HEAD_DIM": 256, "HEADS": 8, "KV_HEADS": 2, "LATENT": 576, "LATENT_VALUES": 512}
