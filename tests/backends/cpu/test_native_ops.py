@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ from tests.selection import cases
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
 TINY = 1e-36  # bfloat16 dot products flush subnormal operands
-ROWS = [*range(1, 17), 23, 49, 67, 130]  # 49 and 67: behind a panel of the product; 130: several query blocks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,12 +41,6 @@ def _nan_filled_outputs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_empty", lambda *shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
         yield
-
-
-@pytest.fixture
-def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
-    yield partial(setattr, ops.threads, "chosen")
-    ops.threads.chosen = None
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,25 +86,21 @@ def test_the_contract_of_operations(ops: NativeOps, size: str) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(100, 72), (700, 333), (96, 2048)])
 def test_product_bits_do_not_depend_on_rows_or_threads(
-    ops: NativeOps, threads: Callable[[int], None], n: int, k: int
+    ops: NativeOps, same_bits: Callable[..., list[Tensor]], n: int, k: int
 ) -> None:
     """Catches: another K order for one row than for many, split K, a tile that reads its neighbour. The second and
     third shape are large enough to run on several threads."""
     x, w, up = (draw(*s, seed=i, dtype=ops.dtype) for i, s in enumerate([(130, k), (n, k), (n, k)]))
     w = unaligned(w)
-    residual = draw(130, n, seed=7, dtype=ops.dtype)
-    threads(1)
-    product = torch.cat([ops.linear(x[t : t + 1], w, residual[t : t + 1]) for t in range(130)])
-    gated = torch.cat([ops.swiglu(x[t : t + 1], w, up) for t in range(130)])
-    logits = torch.cat([torch.tensor(ops.head(x[t : t + 1], w).rows()) for t in range(130)])
-    for team in (1, 2, 3):
-        threads(team)
-        for rows in ROWS:
-            assert_same_bits(ops.linear(x[:rows], w, residual[:rows]), product[:rows])
-            assert_same_bits(ops.swiglu(x[:rows], w, up), gated[:rows])
-            assert_same_bits(torch.tensor(ops.head(x[:rows], w).rows()), logits[:rows])
-            for y in ops.project(x[5 : 5 + rows], [up, w], [])[1:]:  # other neighbours, another place in the tile
-                assert_same_bits(y, ops.linear(x[5 : 5 + rows], w))
+
+    def run(x: Tensor) -> list[Tensor]:
+        residual = x[:, :1].expand(-1, n).contiguous()
+        logits = torch.tensor(ops.head(x, w).rows())
+        return [ops.linear(x, w, residual), ops.swiglu(x, w, up), ops.geglu(x, w, up), logits, *ops.project(x, [up, w])]
+
+    same_bits(run, x)
+    for rows in (1, 4, 23, 67):  # other neighbours, another place in the tile
+        assert_same_bits(ops.project(x[5 : 5 + rows], [up, w])[1], ops.linear(x[5 : 5 + rows], w))
 
 
 def test_a_poisoned_row_stays_alone(ops: NativeOps) -> None:
