@@ -15,8 +15,32 @@ import torch
 from specdec.contract import Drafter, Needs, Parity
 from tests import tiny
 from tests.decoding.test_lossless import Case, ScriptedDepth, check_counters, mtp, oracle, partly_right
+from tests.tiny_families import SHAPES
 
 VOCAB = 277
+# the shape with most branches of each family
+TRIED: dict[str, dict[str, Any]] = {
+    "qwen3_5": tiny.HYBRID,
+    "qwen3": {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
+    **{
+        family: SHAPES[family][name]
+        for family, name in {
+            "qwen3_5_moe": "mixed-layouts",
+            "qwen3_next": "r3-fused",
+            "llama": "llama3-rope",
+            "qwen2": "yarn",
+            "gemma3": "patterned",
+            "granite": "factors",
+            "mistral": "window",
+            "olmo2": "gqa2",
+            "phi3": "window",
+            "qwen3_moe": "as-they-are",
+            "smollm3": "listed",
+            "glm4_moe": "no-bias-groups",
+            "deepseek_v3": "all-sparse-mixed",
+        }.items()
+    },
+}
 Poison = Callable[[Any], None]
 
 

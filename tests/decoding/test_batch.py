@@ -19,13 +19,10 @@ from specdec.decoding.stream import Stream
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from tests import tiny
+from tests.decoding.test_lossless import SHAPES
 from tests.selection import cases
 
 VOCAB = 277
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_5": tiny.HYBRID,
-    "qwen3": {"hidden": 36, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
-}
 COMBINATIONS = cases(
     itertools.product(("qwen3_5", "qwen3"), ("native", "torch"), ("float32", "bfloat16")),
     sample={"qwen3_5-native-bfloat16", "qwen3-native-float32"},

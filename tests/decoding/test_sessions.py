@@ -8,6 +8,7 @@ went is no error in the tokens, and nobody would notice.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -51,13 +52,11 @@ def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "str
 @pytest.fixture(scope="session")
 def load(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
     """``load("qwen3_5", "bfloat16")``: a language model as a user gets it, loaded once; "demo" is the embedded one."""
-    loaded: dict[tuple[str, str], Any] = {}
 
+    @functools.cache
     def get(family: str, dtype: str = "float32") -> Any:
-        if (family, dtype) not in loaded:
-            model = "demo" if family == "demo" else str(checkpoint(family, **SHAPES[family]))
-            loaded[family, dtype] = specdec.load(model, dtype=dtype)
-        return loaded[family, dtype]
+        model = "demo" if family == "demo" else str(checkpoint(family, **SHAPES[family]))
+        return specdec.load(model, dtype=dtype)
 
     return get
 

@@ -16,15 +16,12 @@ from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.test_quantised_models import matrix, split
 from tests.fuzz.mutations import DIGITS, NESTED, VALUES, SafetensorsFile, mutate_bytes, mutate_json, mutate_safetensors
 
-_SMALL: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "max_positions": 64}
-_DELTA: dict[str, Any] = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16}
-_HYBRID: dict[str, Any] = {
-    **_SMALL,
-    **_DELTA,
-    "intermediate": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-    "tied": False,
-}
+_HYBRID = tiny.shape(
+    "hidden=64 heads=2 kv_heads=1 head_dim=32 max_positions=64 key_heads=1 value_heads=2 key_dim=16 value_dim=16 "
+    "intermediate=64",
+    layer_types=["linear_attention", "full_attention"],
+    tied=False,
+)
 
 
 def _quantised(name: str) -> Callable[[pathlib.Path], pathlib.Path]:

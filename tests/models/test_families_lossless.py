@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,33 +15,12 @@ from specdec.contract import Drafter, Parity
 from specdec.models.parity import probe_rows
 from tests import tiny
 from tests.backends import families
-from tests.backends.families import VOCAB
+from tests.backends.families import TRIED, VOCAB
 from tests.decoding.test_lossless import Case, adversarial, mtp, ngram, oracle, partly_right, random
+from tests.decoding.test_state import poison
 from tests.selection import cases
 from tests.tiny_families import SHAPES
 
-SHAPE: dict[str, dict[str, Any]] = {
-    "qwen3_5": tiny.HYBRID,
-    "qwen3": {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
-    **{
-        family: SHAPES[family][name]
-        for family, name in {
-            "qwen3_5_moe": "mixed-layouts",
-            "qwen3_next": "r3-fused",
-            "llama": "llama3-rope",
-            "qwen2": "yarn",
-            "gemma3": "patterned",
-            "granite": "factors",
-            "mistral": "window",
-            "olmo2": "gqa2",
-            "phi3": "window",
-            "qwen3_moe": "as-they-are",
-            "smollm3": "listed",
-            "glm4_moe": "no-bias-groups",
-            "deepseek_v3": "all-sparse-mixed",
-        }.items()
-    },
-}
 # short enough for one pass of up to 16 rows: how a session cuts long prompts shows in the torch reference's bits
 prompts = st.one_of(
     st.sampled_from([(7,), (9, 8, 9, 8, 9, 8, 9)]),
@@ -53,7 +31,7 @@ FEW = max(1, settings().max_examples // 6)  # the mechanism is the same in every
 
 @pytest.fixture(
     scope="module",
-    params=cases(SHAPE, sample=["qwen3_5", "qwen3", "qwen3_5_moe", "deepseek_v3", "gemma3"], mark="slow"),
+    params=cases(TRIED, sample=["qwen3_5", "qwen3", "qwen3_5_moe", "deepseek_v3", "gemma3"], mark="slow"),
 )
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -67,17 +45,7 @@ def dtype(kernels: str) -> str:
 
 @pytest.fixture(scope="module")
 def target(family: str, kernels: str, dtype: str, make_target: Callable[..., Any]) -> Any:
-    return make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPE[family])
-
-
-def poison(state: Any) -> None:
-    """NaN into everything that is not committed."""
-    for cache in state.caches:
-        if hasattr(cache, "keys"):
-            cache.keys[cache.length :] = torch.nan
-            cache.values[cache.length :] = torch.nan
-        else:
-            cache.after[:] = torch.nan
+    return make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **TRIED[family])
 
 
 @settings(max_examples=FEW)
@@ -98,7 +66,7 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
     numbers: list[int],
 ) -> None:
     assert target.info.parity is Parity.BITWISE
-    families.check_drafter(checkpoint(family, dtype=dtype, **SHAPE[family]), target, prompt, drafter, depths, numbers)
+    families.check_drafter(checkpoint(family, dtype=dtype, **TRIED[family]), target, prompt, drafter, depths, numbers)
 
 
 def test_every_accept_count_leaves_the_state_of_a_plain_run(target: Any) -> None:
@@ -129,3 +97,14 @@ def test_rewind_and_snapshot_give_the_bits_of_a_new_run(target: Any) -> None:
 
 def test_the_probe_finds_no_difference(target: Any) -> None:
     assert probe_rows(target) is None
+
+
+def test_the_latent_cache_holds_one_compressed_row_per_token(make_target: Callable[..., Any]) -> None:
+    shape = SHAPES["deepseek_v3"]["all-sparse-mixed"]
+    target = make_target("deepseek_v3", **shape)
+    state = target.new_state(64)
+    row = shape["kv_lora"] + shape["rope"]
+    assert [cache.nbytes() for cache in state.caches] == [4 * 64 * row] * shape["layers"]
+    target.prefill(state, [1, 2, 3])
+    saved = target.snapshot(state).arrays
+    assert saved["layers.0.rows"].shape == (3, 1, row)

@@ -151,7 +151,9 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
     check()
 
 
-def check_activations(ops: NativeOps, exponent: int, spread: int, seed: int) -> None:
+@given(exponent=st.integers(-120, 90), spread=st.integers(0, 240), seed=st.integers(0, 2**31))
+@SETTINGS
+def test_activations_are_taken_as_they_are(ops: NativeOps, exponent: int, spread: int, seed: int) -> None:
     """Exact down to a 128th of a group's largest, and within 2^-15 of that below. Not with AVX2: exact always."""
     generator = torch.Generator().manual_seed(seed)
     down = torch.randint(0, spread + 1, (64,), generator=generator)
@@ -168,13 +170,8 @@ def check_activations(ops: NativeOps, exponent: int, spread: int, seed: int) -> 
     assert (error <= 2.0**-15 * largest + bound).all()
 
 
-@given(exponent=st.integers(-120, 90), spread=st.integers(0, 240), seed=st.integers(0, 2**31))
-@SETTINGS
-def test_activations_are_taken_as_they_are(ops: NativeOps, exponent: int, spread: int, seed: int) -> None:
-    check_activations(ops, exponent, spread, seed)
-
-
-def check_what_is_not_finite(ops: NativeOps, odd: float) -> None:
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_in_its_row(ops: NativeOps, odd: float) -> None:
     x = draw(3, 192, seed=0, dtype=ops.dtype)
     x[1, 100] = odd
     for bits in (4, 8):
@@ -183,11 +180,6 @@ def check_what_is_not_finite(ops: NativeOps, odd: float) -> None:
         assert not got[1].isfinite().any()
         for row in (0, 2):
             assert_same_bits(got[row], torch.from_numpy(ops.head(x[row : row + 1], w).rows())[0])
-
-
-@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_stays_in_its_row(ops: NativeOps, odd: float) -> None:
-    check_what_is_not_finite(ops, odd)
 
 
 @pytest.mark.parametrize(("bits", "byte"), [(8, 255), (8, 0), (4, 255), (4, 0)])

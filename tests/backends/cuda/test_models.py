@@ -28,42 +28,22 @@ from tests.decoding.test_lossless import mtp
 
 pytestmark = pytest.mark.interpreter
 
-ATTENTION = {"heads": 2, "kv_heads": 1, "head_dim": 16}
+ATTENTION = tiny.shape("hidden=32 heads=2 kv_heads=1 head_dim=16")
+DENSE = ATTENTION | tiny.shape("intermediate=40 layers=1")
 TINY: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        **ATTENTION,
-        "hidden": 32,
-        "intermediate": 32,
-        "key_heads": 1,
-        "value_heads": 2,
-        "key_dim": 16,
-        "value_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "llama": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
-    "granite": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1, "keys": {"residual_multiplier": 0.22}},
-    "olmo2": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
-    "smollm3": {**ATTENTION, "hidden": 32, "intermediate": 40, "keys": {"no_rope_layers": [1, 0]}},
-    "qwen3_5_moe": {
-        **ATTENTION,
-        "hidden": 32,
-        "inner": 16,
-        "shared": 16,
-        "experts": 4,
-        "mtp": False,
-        "layer_types": ["full_attention"],
-    },
-    "deepseek_v3": {
-        "heads": 2,
-        "layers": 1,
-        "dense_layers": 0,
-        "hidden": 32,
-        "inner": 16,
-        "experts": 4,
-        "top_k": 2,
-        "groups": 2,
-        "kept_groups": 1,
-    },
+    "qwen3_5": ATTENTION
+    | tiny.shape(
+        "intermediate=32 key_heads=1 value_heads=2 key_dim=16 value_dim=16",
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "llama": DENSE,
+    "granite": {**DENSE, "keys": {"residual_multiplier": 0.22}},
+    "olmo2": DENSE,
+    "smollm3": {**DENSE, "layers": 2, "keys": {"no_rope_layers": [1, 0]}},
+    "qwen3_5_moe": ATTENTION | tiny.shape("inner=16 shared=16 experts=4", mtp=False, layer_types=["full_attention"]),
+    "deepseek_v3": tiny.shape(
+        "hidden=32 heads=2 layers=1 dense_layers=0 inner=16 experts=4 top_k=2 groups=2 kept_groups=1"
+    ),
 }
 PROMPT = (3, 1)
 CAPACITY = 64
@@ -200,29 +180,12 @@ def test_sessions_fork_save_and_load(
 # --- on a device -----------------------------------------------------------------------------------------------------
 
 LARGER: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        "hidden": 256,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "key_heads": 2,
-        "value_heads": 4,
-        "key_dim": 128,
-        "value_dim": 128,
-        "intermediate": 512,
-        "vocab": 4099,
-    },
-    "llama": {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 768, "layers": 3},
-    "qwen3_5_moe": {
-        "hidden": 256,
-        "heads": 4,
-        "kv_heads": 1,
-        "head_dim": 64,
-        "inner": 128,
-        "shared": 128,
-        "experts": 16,
-        "top_k": 4,
-    },
+    "qwen3_5": tiny.shape(
+        "hidden=256 heads=4 kv_heads=2 head_dim=64 key_heads=2 value_heads=4 key_dim=128 value_dim=128 "
+        "intermediate=512 vocab=4099"
+    ),
+    "llama": tiny.shape("hidden=256 heads=8 kv_heads=2 head_dim=64 intermediate=768 layers=3"),
+    "qwen3_5_moe": tiny.shape("hidden=256 heads=4 kv_heads=1 head_dim=64 inner=128 shared=128 experts=16 top_k=4"),
     "deepseek_v3": {"hidden": 256},
 }
 

@@ -53,22 +53,20 @@ def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[pathlib.Path, pathlib.Path]]:
     """``folders(family)``: a quantised checkpoint, and the same with its weights decoded."""
-    written: dict[str, tuple[pathlib.Path, pathlib.Path]] = {}
 
+    @functools.cache
     def get(family: str) -> tuple[pathlib.Path, pathlib.Path]:
-        if family not in written:
-            folder, form = tmp_path_factory.mktemp(family), STORED[family][0]
-            source = tiny.WRITERS[family](folder / "source", **TINY[family], **ALIKE.get(family, {}), dtype="float32")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(quantisers.QUANTISERS, "fp8-block 16x16", lambda w: quantisers.fp8_block(w, BLOCK))
-                written[family] = split(
-                    folder,
-                    source,
-                    lambda name: form if matrix(name) and not _looked_up(name) else None,
-                    torch.float32,
-                    **({"quant_method": "fp8", "weight_block_size": BLOCK} if "fp8" in form else {}),
-                )
-        return written[family]
+        folder, form = tmp_path_factory.mktemp(family), STORED[family][0]
+        source = tiny.WRITERS[family](folder / "source", **TINY[family], **ALIKE.get(family, {}), dtype="float32")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(quantisers.QUANTISERS, "fp8-block 16x16", lambda w: quantisers.fp8_block(w, BLOCK))
+            return split(
+                folder,
+                source,
+                lambda name: form if matrix(name) and not _looked_up(name) else None,
+                torch.float32,
+                **({"quant_method": "fp8", "weight_block_size": BLOCK} if "fp8" in form else {}),
+            )
 
     return get
 

@@ -66,24 +66,6 @@ def test_embedding_by_ids_on_the_device(device: torch.device, count: int, hidden
     assert torch.equal(rows.embed(table, picked), table[known.long()])
 
 
-@settings(max_examples=8)
-@given(
-    count=st.integers(1, 3),
-    heads=st.integers(0, 3),
-    left=st.integers(1, 40),
-    right=st.integers(1, 9),
-    step=st.integers(1, 2),
-)
-def test_activations_side_by_side(
-    device: torch.device, count: int, heads: int, left: int, right: int, step: int
-) -> None:
-    """With and without a head axis, and every second value only, as interleaved rotary pairs are taken apart."""
-    middle = (heads,) if heads else ()
-    a, b = (torch.randn(count, *middle, step * size + 2, device=device) for size in (left, right))
-    a, b = a[..., 1 : 1 + step * left : step], b[..., : step * right : step]
-    assert torch.equal(rows.concat(a, b), torch.cat([a, b], dim=-1))
-
-
 # --- the commit of rows ----------------------------------------------------------------------------------------------
 
 
@@ -130,17 +112,6 @@ def test_a_product_is_within_its_bound(form: str, dtype: torch.dtype, device: to
             close(y, expected, product_bound(x, weight, expected, act) + decoded)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k"), [(40, 96), (37, 100), (512, 128), (96, 1024), (5, 33)])
-def test_padding_makes_the_bits_of_a_row_independent_of_the_number_of_rows(
-    n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """With torch's products on the host. On a device only the probe at load promises it."""
-    weight, x = weight_of("dense", n, k, dtype, device), rows_of(16, k, dtype, device)
-    for function in (products.linear, products.float32_product):
-        same_for_any_rows(functools.partial(function, weight=weight), x, range(1, 17), range(16))
-
-
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_packed_products_have_the_same_bits_for_any_rows(form: str, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -185,18 +156,6 @@ def test_fused_weights_give_what_each_of_them_gives(form: str, device: torch.dev
             assert torch.allclose(y, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
     plain = products.project(x, weights)
     assert torch.allclose(plain[0] + biases[0].tensor, apart[0])
-
-
-@pytest.mark.parametrize("count", [3, 16, 19])
-def test_heads_with_matrices_of_their_own(count: int, device: torch.device) -> None:
-    x = rows_of(count, 3 * 41, torch.float32, device).view(count, 3, 41)[..., 4:]  # strided
-    weights = torch.randn(3, 11, 37, device=device)
-    expected = torch.einsum("tni,noi->tno", x.double(), weights.double())
-    bound = 90 * UNIT * torch.einsum("tni,noi->tno", x.double().abs(), weights.double().abs())
-    run = functools.partial(products.project_heads, weights=weights)
-    y = same_for_any_rows(run, x) if count == 16 else run(x)
-    assert y.is_contiguous()
-    close(y, expected, bound)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

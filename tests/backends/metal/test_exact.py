@@ -27,20 +27,11 @@ from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
-SMALL: Mapping[str, Any] = {
-    "hidden": 20,
-    "layers": 2,
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 8,
-    "rotary_factor": 0.5,
-    "key_heads": 1,
-    "value_heads": 2,
-    "key_dim": 6,
-    "value_dim": 8,
-    "intermediate": 24,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+SMALL: Mapping[str, Any] = tiny.shape(
+    "hidden=20 layers=2 heads=2 kv_heads=1 head_dim=8 rotary_factor=0.5 "
+    "key_heads=1 value_heads=2 key_dim=6 value_dim=8 intermediate=24",
+    layer_types=["linear_attention", "full_attention"],
+)
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 
 

@@ -26,28 +26,21 @@ from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits
 
 X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
-SMALL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
-DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}
+SMALL = tiny.shape("hidden=64 heads=2 kv_heads=1 head_dim=32")
+DENSE = SMALL | {"intermediate": 96}
+DELTA = tiny.shape("key_heads=2 value_heads=4 key_dim=16 value_dim=16")
+EXPERTS = tiny.shape("inner=32 shared=32 experts=4")
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5": {**SMALL, **DELTA, "intermediate": 96, "tied": False},
-    "qwen3_5_moe": {**SMALL, **DELTA, "inner": 32, "shared": 32, "experts": 4},
-    "qwen3_next": {**SMALL, **DELTA, "inner": 32, "shared": 32, "experts": 4},
-    "qwen3": {**SMALL, "intermediate": 96},
-    "llama": {**SMALL, "intermediate": 96},
-    "qwen2": {**SMALL, "intermediate": 96, "tied": False},
-    "glm4_moe": {**SMALL, "intermediate": 96, "inner": 32, "experts": 4},
-    "deepseek_v3": {
-        "hidden": 64,
-        "heads": 2,
-        "nope": 32,
-        "rope": 32,
-        "value": 32,
-        "kv_lora": 32,
-        "q_lora": 32,
-        "intermediate": 96,
-        "inner": 32,
-        "experts": 4,
-    },
+    "qwen3_5": {**DENSE, **DELTA, "tied": False},
+    "qwen3_5_moe": {**SMALL, **DELTA, **EXPERTS},
+    "qwen3_next": {**SMALL, **DELTA, **EXPERTS},
+    "qwen3": DENSE,
+    "llama": DENSE,
+    "qwen2": {**DENSE, "tied": False},
+    "glm4_moe": {**DENSE, "inner": 32, "experts": 4},
+    "deepseek_v3": tiny.shape(
+        "hidden=64 heads=2 nope=32 rope=32 value=32 kv_lora=32 q_lora=32 intermediate=96 inner=32 experts=4"
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,15 +35,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def with_head(base: Any) -> Callable[..., Any]:
-    made: dict[str, Any] = {}
-
-    def make(kind: str, **options: Any) -> Any:
-        key = f"{kind}{options}"
-        if key not in made:
-            made[key] = composed(base, {"name": kind, "model": "random", **options}, (3, 0, 5))
-        return made[key]
-
-    return make
+    return functools.cache(
+        lambda kind, **options: composed(base, {"name": kind, "model": "random", **options}, (3, 0, 5))
+    )
 
 
 steps = st.one_of(
