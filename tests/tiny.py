@@ -27,24 +27,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# A tiny Qwen3.5: two kinds of layers, r = 3, GQA 3; few tokens of its own choice, so that n-grams match now and then.
-HYBRID: dict[str, Any] = {
-    "hidden": 36,
-    "layers": 3,
-    "heads": 3,
-    "kv_heads": 1,
-    "head_dim": 12,
-    "rotary_factor": 0.5,
-    "key_heads": 1,
-    "value_heads": 3,
-    "key_dim": 10,
-    "value_dim": 14,
-    "intermediate": 44,
-    "tied": False,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "printable": True,
-}
-
 
 class _Draw:
     """Named random tensors from one seed."""
@@ -311,6 +293,14 @@ def shape(numbers: str = "", **others: Any) -> dict[str, Any]:
     return {name: json.loads(value) for name, value in pairs} | others
 
 
+# A tiny Qwen3.5: two kinds of layers, r = 3, GQA 3; few tokens of its own choice, so that n-grams match now and then.
+HYBRID = shape(
+    "hidden=36 layers=3 heads=3 kv_heads=1 head_dim=12 rotary_factor=0.5 "
+    "key_heads=1 value_heads=3 key_dim=10 value_dim=14 intermediate=44",
+    tied=False,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    printable=True,
+)
 # Odd on purpose: Hv/Hk of 1, 2 and 3, GQA of 1 to 4, tied and untied, nothing a power of two for long. 128-wide heads
 # are what the real models have.
 QWEN3_5_SHAPES: dict[str, dict[str, Any]] = {
@@ -352,12 +342,12 @@ QWEN3_5_SHAPES: dict[str, dict[str, Any]] = {
     "own-embedding-main-head": {"hidden": 36, "tied": False, "mtp_embeddings": True},
 }
 QWEN3_SHAPES: dict[str, dict[str, Any]] = {
-    "gqa4-tied": {"hidden": 44, "heads": 4, "kv_heads": 1, "head_dim": 12},
-    "gqa1-untied": {"hidden": 60, "heads": 5, "kv_heads": 5, "head_dim": 20, "vocab": 283, "tied": False},
-    "gqa3-long-theta": {"hidden": 36, "layers": 3, "heads": 6, "kv_heads": 2, "head_dim": 28, "theta": 1e6},
-    "real-heads": {"hidden": 50, "heads": 2, "kv_heads": 1, "head_dim": 128, "intermediate": 90, "shards": 2},
-    "one-head": {"hidden": 30, "heads": 1, "kv_heads": 1, "head_dim": 10, "intermediate": 34, "tied": False},
-    "wide": {"hidden": 100, "layers": 1, "heads": 8, "kv_heads": 2, "head_dim": 6, "intermediate": 210, "vocab": 601},
+    "gqa4-tied": shape("hidden=44 heads=4 kv_heads=1 head_dim=12"),
+    "gqa1-untied": shape("hidden=60 heads=5 kv_heads=5 head_dim=20 vocab=283", tied=False),
+    "gqa3-long-theta": shape("hidden=36 layers=3 heads=6 kv_heads=2 head_dim=28 theta=1e6"),
+    "real-heads": shape("hidden=50 heads=2 kv_heads=1 head_dim=128 intermediate=90 shards=2"),
+    "one-head": shape("hidden=30 heads=1 kv_heads=1 head_dim=10 intermediate=34", tied=False),
+    "wide": shape("hidden=100 layers=1 heads=8 kv_heads=2 head_dim=6 intermediate=210 vocab=601"),
 }
 
 WRITERS = {"qwen3_5": write_qwen3_5, "qwen3": write_qwen3}

@@ -12,11 +12,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.contract import Needs, Parity
+from specdec.contract import Drafter, Needs, Parity
 from tests import tiny
-from tests.decoding.test_lossless import Case, mtp
+from tests.decoding.test_lossless import Case, ScriptedDepth, check_counters, mtp, oracle, partly_right
+from tests.tiny_families import SHAPES
 
 VOCAB = 277
+# the shape with most branches of each family
+TRIED: dict[str, dict[str, Any]] = {
+    "qwen3_5": tiny.HYBRID,
+    "qwen3": {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
+    **{
+        family: SHAPES[family][name]
+        for family, name in {
+            "qwen3_5_moe": "mixed-layouts",
+            "qwen3_next": "r3-fused",
+            "llama": "llama3-rope",
+            "qwen2": "yarn",
+            "gemma3": "patterned",
+            "granite": "factors",
+            "mistral": "window",
+            "olmo2": "gqa2",
+            "phi3": "window",
+            "qwen3_moe": "as-they-are",
+            "smollm3": "listed",
+            "glm4_moe": "no-bias-groups",
+            "deepseek_v3": "all-sparse-mixed",
+        }.items()
+    },
+}
 Poison = Callable[[Any], None]
 
 
@@ -84,6 +108,42 @@ def check_logits(target: Any, reference: Any, error: float) -> None:
         found.append(np.concatenate(logits))
     assert np.ptp(found[0]) > 5
     assert np.abs(found[0] - found[1]).max() <= error
+
+
+def check_drafter(
+    folder: pathlib.Path,
+    target: Any,
+    prompt: Sequence[int],
+    drafter: Callable[[Case], Drafter],
+    depths: Sequence[int],
+    numbers: Sequence[int] = (5, 2, 9),
+    count: int = 10,
+    **sampling: Any,
+) -> list[int]:
+    """Whatever is drafted at these depths, the tokens and the state are those of plain decoding; returns the tokens."""
+    if drafter is mtp and not target.info.mtp_layers:
+        drafter = partly_right
+    longest = count + max(depths) + 1
+    settings = {"ignore_eos": True, **sampling}
+    if sampling:
+        plain = tiny.make_lm(folder, target).generate(list(prompt), max_new_tokens=longest, **settings).tokens
+    else:
+        plain = tiny.plain_run(target, prompt, longest)
+    truth = [*prompt, *plain]
+    lm = tiny.make_lm(
+        folder, target, lambda env: drafter(Case(truth, env, list(numbers))), lambda: ScriptedDepth(depths)
+    )
+    session = lm.session()
+    result = session.generate(list(prompt), max_new_tokens=count, **settings)
+    assert result.tokens == truth[len(prompt) :][:count]
+    assert (result.guarantee, result.deviation.count) == ("exact", 0)
+    assert not result.stats.faults
+    check_counters(result.stats, count)
+    if drafter is oracle:
+        assert result.stats.accepted == result.stats.offered
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:count])
+    tiny.assert_same_bits(arrays(target, session.sequence.state), arrays(target, wanted))
+    return list(result.tokens)
 
 
 def check_accept_counts(target: Any, prompt: Sequence[int], depth: int, poison: Poison) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from specdec.backends.ops import DeltaShape, Routing
+from specdec.backends.ops import DeltaShape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,11 +35,6 @@ def silu(x: Float64) -> Float64:
 def rms_norm(x: Float64, weight: Float64, eps: float) -> Float64:
     normed: Float64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
     return normed
-
-
-def layer_norm(x: Float64, weight: Float64, bias: Float64, eps: float) -> Float64:
-    scaled: Float64 = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * weight + bias
-    return scaled
 
 
 def norm_rope(x: Float64, weight: Float64 | None, eps: float, inv_freq: Any, position: int) -> Float64:
@@ -96,33 +91,3 @@ def gated_delta(
             out[t, h] = state[h].T @ q[key] * shape.key_dim**-0.5
         states.append(state.copy())
     return out, np.stack(states)
-
-
-def route(logits: Float64, routing: Routing, bias: Float64 | None) -> tuple[Float64, Float64, float]:
-    """Ids ``[T, k]``, weights ``[T, k]`` and the smallest gap on which a choice hung, ties aside."""
-    if routing.scores == "sigmoid":
-        scores = sigmoid(logits)
-    else:
-        scores = np.exp(logits - logits.max(1, keepdims=True))
-        scores /= scores.sum(1, keepdims=True)
-    choice, gap = scores if bias is None else scores + bias, np.inf
-    if routing.groups > 1:
-        grouped = choice.reshape(len(logits), routing.groups, -1)
-        groups, gap = _best(np.sort(grouped, axis=-1)[..., -2:].sum(-1), routing.kept_groups)
-        masked = np.full_like(grouped, -np.inf)
-        for t, kept in enumerate(groups):
-            masked[t, kept] = grouped[t, kept]
-        choice = masked.reshape(choice.shape)
-    ids, nearest = _best(choice, routing.top_k)
-    weights = np.take_along_axis(scores, ids, 1)
-    if routing.normalised:
-        weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
-    return ids, weights * routing.scale, min(gap, nearest)
-
-
-def _best(values: Float64, count: int) -> tuple[NDArray[np.int64], float]:
-    order = np.argsort(-values, axis=1, kind="stable")
-    ranked = np.take_along_axis(values, order, 1)[:, : count + 1]
-    gaps = -np.diff(ranked, axis=1)
-    gaps = gaps[np.isfinite(gaps) & (gaps > 0)]
-    return order[:, :count], float(gaps.min()) if gaps.size else np.inf

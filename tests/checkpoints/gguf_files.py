@@ -89,11 +89,26 @@ def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32
         whole = values.ndim >= 2 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and "ssm_conv" not in name
         kind = kind if whole else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(values.contiguous().numpy(), kind), raw_dtype=kind)
+    return saved(writer, file)
+
+
+def saved(writer: gguf.GGUFWriter, file: pathlib.Path) -> pathlib.Path:
+    """The file, written."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def copied(reader: gguf.GGUFReader, file: pathlib.Path, *, fields: bool = True) -> gguf.GGUFWriter:
+    """A writer of another Llama file, with the metadata of this one if ``fields``."""
+    writer = gguf.GGUFWriter(file, "llama")
+    for field in reader.fields.values() if fields else ():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            kinds = [*field.types, None]
+            writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[1])
+    return writer
 
 
 def _metadata(config: dict[str, Any], arch: str, tensors: Tensors) -> dict[str, Any]:

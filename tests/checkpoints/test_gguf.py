@@ -7,7 +7,6 @@ import ctypes
 import gc
 import itertools
 import re
-import shutil
 import struct
 import weakref
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from specdec.contract import Needs
 from specdec.errors import CheckpointError
 from specdec.text import Tokenizer
 from tests import tiny
-from tests.checkpoints.gguf_files import HALF_FLOATS, random_blocks, write_gguf
+from tests.checkpoints.gguf_files import HALF_FLOATS, copied, random_blocks, saved, write_gguf
 from tests.selection import cases, examples
 from tests.tiny import kernels_available, make_ops, write_qwen3
 from tests.tiny_families import SHAPES, write_llama, write_qwen2
@@ -58,11 +57,7 @@ def with_matrix(file: Path, kind: str, blocks: np.ndarray, columns: int) -> Path
     rows = blocks.reshape(-1, columns // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] * blocks.shape[1])
     writer.add_tensor("token_embd.weight", np.ones((4, columns), np.float32))
     writer.add_tensor("blk.0.ffn_up.weight", rows, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return saved(writer, file)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -236,11 +231,7 @@ def test_sentencepiece_joins_the_best_neighbours_first(
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_add_space_prefix(prefix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    tokenizer = Tokenizer.from_checkpoint(file)
+    tokenizer = Tokenizer.from_checkpoint(saved(writer, file))
     ids = [1]
     for part in re.split("(\n\n)", text):
         if part == "\n\n":
@@ -329,20 +320,12 @@ def split(file: Path, folder: Path) -> list[Path]:
     parts = []
     for number, tensors in enumerate(([], reader.tensors[::2], reader.tensors[1::2])):
         path = folder / f"m-{number + 1:05}-of-00003.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        for field in reader.fields.values() if number == 0 else ():
-            if not field.name.startswith(("GGUF.", "general.architecture")):
-                kinds = [*field.types, None]
-                writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[1])
+        writer = copied(reader, path, fields=number == 0)
         writer.add_key_value("split.no", number, gguf.GGUFValueType.UINT16)
         writer.add_key_value("split.count", 3, gguf.GGUFValueType.UINT16)
         for tensor in tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        parts.append(path)
+        parts.append(saved(writer, path))
     return parts
 
 
@@ -361,30 +344,14 @@ def test_llama_3_scaling_is_found_from_its_divisors(tmp_path: Path) -> None:
 
     divisors = np.array(Rope.of(5e5, 12).inv_freq) / np.array(Rope.llama3(5e5, 12, factor=8.0, original=8192).inv_freq)
     reader, scaled = gguf.GGUFReader(file), tmp_path / "scaled.gguf"
-    shutil.copy(file, scaled)
-    del reader
-    add_tensor(scaled, "rope_freqs.weight", divisors.astype(np.float32))
+    writer = copied(reader, scaled)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+    saved(writer, scaled)
     assert format_of(scaled).config(scaled)["rope_scaling"] == scaling
     tokens = [specdec.load(str(path)).generate("def add", max_new_tokens=12).tokens for path in (folder, scaled)]
     assert tokens[0] == tokens[1]
-
-
-def add_tensor(file: Path, name: str, values: np.ndarray) -> None:
-    """Rewrite a file with one more tensor."""
-    reader = gguf.GGUFReader(file)
-    content = {tensor.name: (np.array(tensor.data), tensor.tensor_type) for tensor in reader.tensors}
-    fields = [(field.name, field.contents(), [*field.types, None]) for field in reader.fields.values()]
-    writer = gguf.GGUFWriter(file, "llama")
-    for key, value, kinds in fields:
-        if not key.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(key, value, kinds[0], sub_type=kinds[1])
-    for tensor, (data, kind) in content.items():
-        writer.add_tensor(tensor, data, raw_dtype=kind)
-    writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 # --- broken files ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ went is no error in the tokens, and nobody would notice.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -51,13 +52,11 @@ def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "str
 @pytest.fixture(scope="session")
 def load(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
     """``load("qwen3_5", "bfloat16")``: a language model as a user gets it, loaded once; "demo" is the embedded one."""
-    loaded: dict[tuple[str, str], Any] = {}
 
+    @functools.cache
     def get(family: str, dtype: str = "float32") -> Any:
-        if (family, dtype) not in loaded:
-            model = "demo" if family == "demo" else str(checkpoint(family, **SHAPES[family]))
-            loaded[family, dtype] = specdec.load(model, dtype=dtype)
-        return loaded[family, dtype]
+        model = "demo" if family == "demo" else str(checkpoint(family, **SHAPES[family]))
+        return specdec.load(model, dtype=dtype)
 
     return get
 
@@ -110,6 +109,26 @@ class Told:
         return None
 
 
+def live(
+    speculative: Any, plain: Any, story: Sequence[tuple[str, Any]], file: pathlib.Path, sampling: dict[str, Any]
+) -> Any:
+    """A story lived three times: the session that was stopped and restored on the way."""
+    restored, unbroken, truth = (
+        Told(lm, stops=stops, file=file, sampling=sampling)
+        for lm, stops in ((speculative, True), (speculative, False), (plain, False))
+    )
+    for kind, argument in [("feed", [50, 51, 52]), *story, ("feed", [60, 61]), ("generate", 6)]:
+        length = len(truth.session.tokens)
+        if (length > TOTAL and kind != "rewind") or (kind == "generate" and length == 0):
+            continue
+        told = [one.do(kind, argument) for one in (restored, unbroken, truth)]
+        assert told[0] == told[1] == told[2], kind
+        assert restored.session.tokens == unbroken.session.tokens == truth.session.tokens
+        assert restored.session.stats == unbroken.session.stats
+    event(f"accepted something: {any(restored.session.stats.accepted)}")
+    return restored.session
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=["bfloat16"]))
 @pytest.mark.parametrize(
@@ -127,25 +146,11 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_dra
     seed: int,
 ) -> None:
     base = load(family, dtype)
-    speculative, plain = variant(base, drafter, depth), variant(base)
     file = tmp_path_factory.getbasetemp() / f"{family}-{drafter}-{dtype}.session"
     sampling = {"temperature": 0.8, "seed": seed} if seed % 2 else {}
-    restored, unbroken, truth = (
-        Told(lm, stops=stops, file=file, sampling=sampling)
-        for lm, stops in ((speculative, True), (speculative, False), (plain, False))
-    )
-    if family == "demo":  # fifty times the work of the tiny ones
-        story = story[:4]
-    for kind, argument in [("feed", [50, 51, 52]), *story, ("feed", [60, 61]), ("generate", 6)]:
-        length = len(truth.session.tokens)
-        if (length > TOTAL and kind != "rewind") or (kind == "generate" and length == 0):
-            continue
-        told = [one.do(kind, argument) for one in (restored, unbroken, truth)]
-        assert told[0] == told[1] == told[2], kind
-        assert restored.session.tokens == unbroken.session.tokens == truth.session.tokens
-        assert restored.session.stats == unbroken.session.stats
-    event(f"accepted something: {any(restored.session.stats.accepted)}")
-    assert bool(restored.session.stats.offered) or drafter != "mtp"
+    story = story[:4] if family == "demo" else story  # fifty times the work of the tiny ones
+    session = live(variant(base, drafter, depth), variant(base), story, file, sampling)
+    assert bool(session.stats.offered) or drafter != "mtp"
 
 
 # --- prefix reuse ----------------------------------------------------------------------------------------------------

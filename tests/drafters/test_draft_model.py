@@ -26,7 +26,7 @@ from specdec.testing.table_model import TableLogits
 from specdec.text import Tokenizer
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
-from tests.decoding.test_sessions import Told, operations
+from tests.decoding.test_sessions import live, operations
 from tests.drafters.composed import LLAMA, BareTarget, composed, scripted
 from tests.drafters.two_tokenizers import byte_level, sentence_piece
 
@@ -93,18 +93,7 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_drafter_dra
     base, made, tmp_path_factory, kind, story, depth, sampling
 ):
     """Rewinds, forks, saved and loaded sessions: a draft model that comes back colder than it went is found too."""
-    file = tmp_path_factory.getbasetemp() / "draft-model.session"
-    lm = made(kind, (depth,))
-    restored, unbroken, truth = (
-        Told(one, stops=stops, file=file, sampling=sampling) for one, stops in ((lm, True), (lm, False), (base, False))
-    )
-    for operation, argument in [("feed", [50, 51, 52]), *story, ("generate", 6)]:
-        length = len(truth.session.tokens)
-        if (length > 150 and operation != "rewind") or (operation == "generate" and length == 0):
-            continue
-        told = [one.do(operation, argument) for one in (restored, unbroken, truth)]
-        assert told[0] == told[1] == told[2]
-        assert restored.session.stats == unbroken.session.stats
+    live(made(kind, (depth,)), base, story, tmp_path_factory.getbasetemp() / "draft-model.session", sampling)
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------

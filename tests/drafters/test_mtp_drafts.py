@@ -7,6 +7,7 @@ each trap that other engines fell into is shown to change the drafts, so that ag
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -130,14 +131,9 @@ def check(run: Run, oracle: MtpOracle, depth: int) -> float:
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Callable[..., pathlib.Path]) -> Callable[[str], MtpOracle]:
-    made: dict[str, MtpOracle] = {}
-
-    def get(shape: str) -> MtpOracle:
-        if shape not in made:
-            made[shape] = MtpOracle(checkpoint("qwen3_5", dtype="float32", **tiny.QWEN3_5_SHAPES[shape]))
-        return made[shape]
-
-    return get
+    return functools.cache(
+        lambda shape: MtpOracle(checkpoint("qwen3_5", dtype="float32", **tiny.QWEN3_5_SHAPES[shape]))
+    )
 
 
 def prompt_of(count: int, seed: int = 0) -> list[int]:

@@ -11,47 +11,25 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from safetensors.torch import load_file
-
-from specdec.checkpoints import write_checkpoint
 from tests import tiny, tiny_families
-from tests.checkpoints.quantised import mlx_layout, quantisers
+from tests.checkpoints.quantised import mlx_layout
+from tests.checkpoints.quantised.test_quantised_models import matrix, split
 from tests.fuzz.mutations import DIGITS, NESTED, VALUES, SafetensorsFile, mutate_bytes, mutate_json, mutate_safetensors
 
-_SMALL: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "max_positions": 64}
-_DELTA: dict[str, Any] = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16}
-_HYBRID: dict[str, Any] = {
-    **_SMALL,
-    **_DELTA,
-    "intermediate": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-    "tied": False,
-}
-_KEPT = (
-    "norm.weight",
-    "layernorm.weight",
-    "A_log",
-    "dt_bias",
-    "norm_embedding.weight",
-    "norm_hidden.weight",
-    "conv1d.weight",
+_HYBRID = tiny.shape(
+    "hidden=64 heads=2 kv_heads=1 head_dim=32 max_positions=64 key_heads=1 value_heads=2 key_dim=16 value_dim=16 "
+    "intermediate=64",
+    layer_types=["linear_attention", "full_attention"],
+    tied=False,
 )
 
 
-def _quantised(name: str, **quantization: Any) -> Callable[[pathlib.Path], pathlib.Path]:
+def _quantised(name: str) -> Callable[[pathlib.Path], pathlib.Path]:
     """A writer of the hybrid with every matrix in one quantised format."""
 
     def write(folder: pathlib.Path) -> pathlib.Path:
-        source = tiny.write_qwen3_5(folder.with_name(f"{folder.name}-source"), dtype="bfloat16", **_HYBRID)
-        tensors, _ = quantisers.quantised(
-            load_file(source / "model.safetensors"), lambda n: None if n.endswith(_KEPT) else name
-        )
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        generation = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
-        config = {**config, "quantization_config": quantization} if quantization else config
-        write_checkpoint(folder, config, tensors, generation_config=generation, shards=2)
-        tiny.write_tokenizer(folder)
-        return folder
+        source = tiny.write_qwen3_5(folder / "source", dtype="bfloat16", **_HYBRID)
+        return split(folder, source, lambda tensor: name if matrix(tensor) else None)[0]
 
     return write
 

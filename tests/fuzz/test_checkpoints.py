@@ -7,6 +7,7 @@ mutant that loads is another checkpoint (a weight or an id differs); its weights
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import random
 import shutil
@@ -25,14 +26,10 @@ SHARE = 20  # times the folder's bytes: packed weights become float32, headers P
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     """``subject("hybrid")``: the folder of a sound checkpoint, written once."""
-    folder, made = tmp_path_factory.mktemp("subjects"), dict[str, pathlib.Path]()
-
-    def write(name: str) -> pathlib.Path:
-        if name not in made:
-            made[name] = checkpoint_mutants.SUBJECTS[name](folder / name.replace(", ", "-").replace(" ", "-"))
-        return made[name]
-
-    return write
+    folder = tmp_path_factory.mktemp("subjects")
+    return functools.cache(
+        lambda name: checkpoint_mutants.SUBJECTS[name](folder / name.replace(", ", "-").replace(" ", "-"))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
-"""Hidden states at layer boundaries: those of transformers, in any feeding the same bits, and only where asked for."""
+"""Hidden states at layer boundaries only where they are asked for; ``test_transformers_parity.py`` compares them."""
 
 from __future__ import annotations
 
-import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,90 +14,6 @@ from specdec.contract import DrafterSpec, MtpPairs, Needs
 from specdec.drafters.none import NoDrafter
 from specdec.errors import UnsupportedError
 from tests import tiny
-from tests.models.test_transformers_parity import FEEDS, FLOAT32_BOUND, TOKENS, tokens_for
-from tests.tiny_families import SHAPES, TRANSFORMERS
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("Qwen3_5ForCausalLM", tiny.QWEN3_5_SHAPES["mixed-layers"]),
-    "qwen3": ("Qwen3ForCausalLM", next(iter(tiny.QWEN3_SHAPES.values()))),
-    **{
-        family: (name, next(iter(SHAPES[family].values()))) for family, name in TRANSFORMERS.items() if family in SHAPES
-    },
-}
-
-
-def fed(target: Any, needs: Needs, feed: Sequence[tuple[str, int]]) -> dict[str, np.ndarray]:
-    """``[n, H]`` by name, of every position."""
-    tokens = tokens_for(target.info.vocab_size)
-    state, parts, at = target.new_state(len(tokens), needs), [], 0
-    for how, rows in feed:
-        chunk = tokens[at : at + rows]
-        at += len(chunk)
-        if how == "prefill":
-            parts.append(target.prefill(state, chunk))
-        elif chunk:
-            parts.append(target.decode(state, chunk))
-            target.commit(state, len(chunk))
-    named = [{"final": part.hidden, **{f"boundary {k}": h for k, h in part.boundaries.items()}} for part in parts]
-    return {
-        name: np.concatenate([target.ops.to_host(target.ops.array(part[name])).float().numpy() for part in named])
-        for name in named[0]
-    }
-
-
-@functools.cache
-def of_transformers(folder: pathlib.Path, model_class: str) -> dict[str, np.ndarray]:
-    """The same from transformers; a hook on the last layer, since its list ends with the state after the norm."""
-    transformers = pytest.importorskip("transformers")
-    model = getattr(transformers, model_class).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    last: list[torch.Tensor] = []
-    layers = model.get_decoder().layers
-    layers[-1].register_forward_hook(
-        lambda *call: last.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1])
-    )
-    with torch.no_grad():
-        ids = torch.tensor([tokens_for(model.config.vocab_size)])
-        states = model.eval()(ids, output_hidden_states=True).hidden_states
-    found = {f"boundary {k}": state[0].numpy() for k, state in enumerate(states[:-1])}
-    found[f"boundary {len(layers)}"] = last[0].reshape(TOKENS, -1).numpy()
-    return {**found, "final": states[-1][0].numpy()}
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_boundaries_are_those_of_transformers(
-    family: str, kernels: str, checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    """Every boundary at once, in one chunk and in a mixture of chunks and blocks."""
-    model_class, shape = CASES[family]
-    plain = {key: value for key, value in shape.items() if key not in ("vl", "shards")}
-    wanted = of_transformers(checkpoint(family, **plain), model_class)
-    target = make_target(family, kernels=kernels, **shape)
-    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1))
-    for how in ("whole", "chunks"):
-        got = fed(target, needs, FEEDS[how])
-        assert got.keys() == wanted.keys()
-        for name, rows in got.items():
-            difference = float(np.abs(rows - wanted[name]).max() / np.abs(wanted[name]).max())
-            assert difference < FLOAT32_BOUND, f"{how}, {name}: {difference:.2e}"
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_any_feeding_and_any_selection_give_the_same_bits(
-    family: str, kernels: str, make_target: Callable[..., Any]
-) -> None:
-    """Rows do not depend on how many others there are, nor on what else was asked for."""
-    target = make_target(family, kernels=kernels, **CASES[family][1])
-    layers = target.info.layers
-    truth = fed(target, Needs(final_hidden=True, boundaries=range(layers + 1)), FEEDS["token by token"])
-    for how, boundaries in (("blocks", (0, layers)), ("chunks", (layers, 1, 1)), ("whole", (layers - 1,))):
-        if kernels == "torch" and how != "blocks":
-            continue  # the reference computes prompt chunks in bulk, and says so
-        got = fed(target, Needs(final_hidden=True, boundaries=boundaries), FEEDS[how])
-        assert list(got) == ["final", *(f"boundary {k}" for k in sorted(set(boundaries)))]
-        for name, rows in got.items():
-            assert (rows == truth[name]).all(), f"{how}, {name}"
 
 
 def test_the_last_row_of_a_prompt_is_enough_for_some(make_target: Callable[..., Any]) -> None:

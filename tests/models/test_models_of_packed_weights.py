@@ -17,16 +17,15 @@ from specdec.errors import ConfigError
 from specdec.models.loading import _own_options, load_target
 from specdec.registry import registry
 from tests import tiny
+from tests.backends.families import check_accept_counts, check_drafter
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
-from tests.decoding.test_lossless import Case, ScriptedDepth, adversarial, mtp, partly_right
+from tests.decoding.test_lossless import adversarial, mtp, partly_right
 from tests.selection import cases
 from tests.tiny_families import write_qwen2
 
 pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="needs the native kernels")
-
-VOCAB = 277
 
 
 def folder_of(tmp_path: Path, family: str) -> Path:
@@ -40,30 +39,10 @@ def logits(target: Any, tokens: Sequence[int] = PROMPT) -> torch.Tensor:
 def check_speculation(folder: Path, target: Any) -> None:
     """Drafts of any quality leave the tokens and the state of plain decoding."""
     assert target.info.parity is Parity.BITWISE
-    prompt, count = [3, 1, 4, 1, 5], 12
-    truth = [*prompt, *tiny.plain_run(target, prompt, 20)]
-    drafters = [partly_right, adversarial, *([mtp] if target.info.mtp_layers else [])]
-    for number, drafter in enumerate(drafters):
-        lm = tiny.make_lm(
-            folder,
-            target,
-            lambda env, drafter=drafter: drafter(Case(truth, env, [5, 2, 9])),
-            lambda number=number: ScriptedDepth([3 + number, 1, 6]),
-        )
-        session = lm.session()
-        result = session.generate(prompt, max_new_tokens=count, ignore_eos=True)
-        assert result.tokens == truth[len(prompt) :][:count]
-        assert (result.guarantee, result.deviation.count) == ("exact", 0)
-        wanted = tiny.held(target, prompt, truth[len(prompt) :][:count])
-        tiny.assert_same_bits(tiny.state_arrays(target, session._sequence.state), tiny.state_arrays(target, wanted))
-    for accepted in (0, 2, 5):
-        at = len(prompt)
-        state = tiny.held(target, prompt)
-        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + 5]]
-        target.decode(state, [truth[at - 1], *drafted])
-        target.commit(state, accepted + 1)
-        wanted = tiny.held(target, prompt, truth[at : at + accepted + 1])
-        tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+    prompt = [3, 1, 4, 1, 5]
+    for number, drafter in enumerate((partly_right, adversarial, mtp)):
+        check_drafter(folder, target, prompt, drafter, [3 + number, 1, 6], count=12)
+    check_accept_counts(target, prompt, 5, lambda state: None)
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))

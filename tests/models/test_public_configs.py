@@ -19,6 +19,7 @@ import pytest
 from specdec.checkpoints import TensorSpec, text_config
 from specdec.checkpoints.reader import HeadSource
 from specdec.errors import CheckpointError
+from specdec.models.loading import family_of
 from specdec.models.weights import dry_run
 from specdec.registry import registry
 
@@ -233,9 +234,19 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("SmolLM3-3B", {"no_rope_layers": "none"}, "no_rope_layers"),
         ("gemma-3-270m", {"layer_types": ["sliding_attention"]}, "layer_types"),
         ("gemma-3-270m", {"hidden_activation": "silu"}, "hidden_activation"),
+        ("Llama-3.1-8B", {"sliding_window": 4096}, "sliding_window"),
+        ("GLM-4.5-Air", {"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
+        ("Llama-3.1-8B", {"use_qk_norm": True}, "use_qk_norm"),
+        ("Qwen3.5-9B", {"use_qk_norm": False}, "use_qk_norm"),
+        ("Llama-3.1-8B", {"layer_types": ["sliding_attention"] * 32}, "layer_types"),
+        ("Llama-3.1-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            "DeepSeek-V3",
+            {"partial_rotary_factor": 0.5, "rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
     ],
 )
 def test_a_variant_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
-    config = text_config(PUBLISHED[name][0]) | changes
     with pytest.raises(CheckpointError, match=named):
-        registry().model(config["model_type"]).parse(config)
+        family_of(text_config(PUBLISHED[name][0]) | changes, pathlib.Path("model"))

@@ -1,4 +1,4 @@
-"""Logits of every family against Hugging Face transformers, which shares no code with us and ignores MTP tensors.
+"""Logits and hidden states of every family against Hugging Face transformers, which shares no code with us.
 
 The measure is ``max |difference| / max |reference|`` over all positions and the whole vocabulary. Float32 differs by
 the order of sums only; a wrong convention (a missing ``1 +``, a swapped half, a head mapping) by tens of percent.
@@ -6,7 +6,7 @@ the order of sums only; a wrong convention (a missing ``1 +``, a swapped half, a
 
 from __future__ import annotations
 
-import itertools
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,70 +42,91 @@ def tokens_for(vocab: int, count: int = TOKENS) -> list[int]:
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def all_logits(target: Any, tokens: Sequence[int], feed: Sequence[tuple[str, int]]) -> np.ndarray:
-    """``[n, V]`` logits of every position; prefill gives hidden states only, so the head runs on them here."""
-    state, parts, at = target.new_state(len(tokens), Needs(final_hidden=True)), [], 0
+def fed(target: Any, feed: Sequence[tuple[str, int]], boundaries: Sequence[int] | None = None) -> dict[str, np.ndarray]:
+    """Logits ``[n, V]`` and hidden states ``[n, H]`` of every position by name, by default at every boundary.
+
+    Prefill gives hidden states only, so the head runs on them here.
+    """
+    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1) if boundaries is None else boundaries)
+    tokens = tokens_for(target.info.vocab_size)
+    state, parts, at = target.new_state(len(tokens), needs), list[dict[str, np.ndarray]](), 0
     for how, rows in feed:
         chunk = tokens[at : at + rows]
         at += len(chunk)
         if how == "prefill":
-            hidden = target.prefill(state, chunk).need_hidden()
-            parts.append(target.model.logits(target.ops.array(hidden)).rows())
+            output = target.prefill(state, chunk)
+            logits = target.model.logits(target.ops.array(output.need_hidden()))
         elif chunk:
-            parts.append(target.decode(state, chunk).need_logits().rows())
+            output = target.decode(state, chunk)
+            logits = output.need_logits()
             target.commit(state, len(chunk))
+        else:
+            continue
+        hidden = {"final": output.hidden, **{f"boundary {k}": states for k, states in output.boundaries.items()}}
+        on_host = {name: target.ops.to_host(target.ops.array(rows)).float().numpy() for name, rows in hidden.items()}
+        parts.append({"logits": logits.rows(), **on_host})
     assert at == len(tokens) == state.length
-    return np.concatenate(parts)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., np.ndarray]:
-    """``reference(family, name)``: transformers' float32 logits ``[n, V]`` with eager attention, computed once."""
+def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., dict[str, np.ndarray]]:
+    """``reference(family, name)``: what ``fed`` gives, from transformers in float32, computed once.
+
+    A hook on the last layer, since the library's list ends with the state after the norm.
+    """
     transformers = pytest.importorskip("transformers")
-    done: dict[tuple[str, str], np.ndarray] = {}
 
-    def logits(family: str, name: str) -> np.ndarray:
-        if (family, name) not in done:
-            # transformers' text class reads the text layout; names do not change a weight
-            shape = {key: value for key, value in FAMILIES[family][name].items() if key not in ("vl", "shards")}
-            model_class = getattr(transformers, CLASSES[family])
-            model, info = model_class.from_pretrained(
-                checkpoint(family, **shape, dtype="float32"),
-                dtype=torch.float32,
-                attn_implementation="eager",
-                experts_implementation="eager",
-                output_loading_info=True,
-            )
-            assert not info["missing_keys"], "transformers would compare with random weights"
-            with torch.no_grad():
-                ids = torch.tensor([tokens_for(model.config.vocab_size)])
-                done[family, name] = model.eval()(ids).logits[0].numpy()
-        return done[family, name]
+    @functools.cache
+    def computed(family: str, name: str) -> dict[str, np.ndarray]:
+        # transformers' text class reads the text layout; names do not change a weight
+        shape = {key: value for key, value in FAMILIES[family][name].items() if key not in ("vl", "shards")}
+        model, info = getattr(transformers, CLASSES[family]).from_pretrained(
+            checkpoint(family, **shape, dtype="float32"),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+        assert not info["missing_keys"], "transformers would compare with random weights"
+        last: list[torch.Tensor] = []
+        layers = model.get_decoder().layers
+        layers[-1].register_forward_hook(
+            lambda *call: last.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1])
+        )
+        with torch.no_grad():
+            output = model.eval()(torch.tensor([tokens_for(model.config.vocab_size)]), output_hidden_states=True)
+        *inner, final = output.hidden_states
+        found = {f"boundary {k}": state for k, state in enumerate(inner)} | {f"boundary {len(layers)}": last[0]}
+        found |= {"final": final, "logits": output.logits}
+        return {name: states.reshape(TOKENS, -1).numpy() for name, states in found.items()}
 
-    return logits
+    return computed
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_logits_equal_transformers(
+def test_logits_and_hidden_states_equal_transformers(
     family: str,
     name: str,
     kernels: str,
     make_target: Callable[..., Any],
-    reference: Callable[..., np.ndarray],
+    reference: Callable[..., dict[str, np.ndarray]],
     record_property: Callable[[str, object], None],
 ) -> None:
     wanted = reference(family, name)
     target = make_target(family, kernels=kernels, **FAMILIES[family][name])
-    tokens = tokens_for(wanted.shape[1])
     # the comparison can fail: logits are spread and the argmax moves from position to position
-    assert len(set(wanted.argmax(-1).tolist())) > TOKENS // 4
+    assert len(set(wanted["logits"].argmax(-1).tolist())) > TOKENS // 4
     worst = 0.0
     for how in ("whole", "chunks", "token by token"):
-        got = all_logits(target, tokens, FEEDS[how])
-        difference = float(np.abs(got - wanted).max() / np.abs(wanted).max())
-        assert difference < FLOAT32_BOUND, f"{how}: {difference:.2e}"
-        assert (got.argmax(-1) == wanted.argmax(-1)).all(), how
-        worst = max(worst, difference)
+        got = fed(target, FEEDS[how])
+        assert got.keys() == wanted.keys()
+        assert (got["logits"].argmax(-1) == wanted["logits"].argmax(-1)).all(), how
+        for what, rows in got.items():
+            difference = float(np.abs(rows - wanted[what]).max() / np.abs(wanted[what]).max())
+            assert difference < FLOAT32_BOUND, f"{how}, {what}: {difference:.2e}"
+            if what == "logits":
+                worst = max(worst, difference)
     record(record_property, family, "logits", f"transformers' {CLASSES[family]}", name, worst)
 
 
@@ -113,14 +134,15 @@ def test_logits_equal_transformers(
 def test_every_way_of_feeding_gives_the_same_bits(
     family: str, name: str, kernels: str, make_target: Callable[..., Any]
 ) -> None:
-    """Blocks and single rows always; with native kernels also prefill. Catches sums that depend on the other rows of
-    a pass, such as experts whose rows are added in another order."""
-    shape = FAMILIES[family][name]
-    tokens = tokens_for(shape.get("vocab", 277))
-    feeds = ["blocks", "token by token"] + (["whole", "chunks"] if kernels == "native" else [])
+    """Blocks and single rows always; with native kernels also prefill; whatever boundaries are asked for. Catches sums
+    that depend on the other rows of a pass, such as experts whose rows are added in another order."""
     for dtype in {"torch": ["float32"], "native": ["float32", "bfloat16"]}[kernels]:
-        target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **shape)
-        logits = {how: all_logits(target, tokens, FEEDS[how]) for how in feeds}
-        for left, right in itertools.pairwise(feeds):
-            same = (logits[left].view(np.int32) == logits[right].view(np.int32)).all(-1)
-            assert same.all(), f"{dtype}: {left} and {right} differ from position {int(same.argmin())} on"
+        target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **FAMILIES[family][name])
+        layers, truth = target.info.layers, fed(target, FEEDS["token by token"])
+        feeds = {"blocks": (0, layers), "whole": (layers - 1,), "chunks": (layers, 1, 1)}
+        for how, boundaries in feeds.items() if kernels == "native" else [("blocks", (0, layers))]:
+            got = fed(target, FEEDS[how], boundaries)
+            assert list(got) == ["logits", "final", *(f"boundary {k}" for k in sorted(set(boundaries)))]
+            for what, rows in got.items():
+                same = (rows.view(np.int32) == truth[what].view(np.int32)).all(-1)
+                assert same.all(), f"{dtype}, {how}: other {what} from position {int(same.argmin())} on"

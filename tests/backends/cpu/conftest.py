@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
 from specdec.backends.cpu.native import NativeOps
+from tests import tiny
 from tests.instruction_sets import each_set, kernels_of
+
+ROWS = [*range(1, 17), 23, 49, 67, 101, 130]  # around tiles, behind a panel of a product, several query blocks
 
 
 @pytest.fixture(scope="module", params=each_set())
@@ -23,3 +30,30 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(scope="module")
 def ops(instruction_set: str, dtype: torch.dtype) -> NativeOps:
     return NativeOps(dtype, kernels_of(instruction_set))
+
+
+@pytest.fixture
+def same_bits(ops: NativeOps) -> Iterator[Callable[..., list[Tensor]]]:
+    """``same_bits(run, x)``: the results ``[T, N]`` of ``run`` over single rows on one thread, checked to be those of
+    any number of rows and threads."""
+
+    def check(run: Callable[[Tensor], list[Tensor]], x: Tensor) -> list[Tensor]:
+        ops.threads.chosen = 1
+        alone = [torch.cat(parts) for parts in zip(*(run(x[t : t + 1]) for t in range(len(x))), strict=True)]
+        for count in (1, 2, 5):
+            ops.threads.chosen = count
+            for rows in [rows for rows in ROWS if rows <= len(x)]:
+                for number, (got, expected) in enumerate(zip(run(x[:rows]), alone, strict=True)):
+                    tiny.assert_same_bits(
+                        {f"result {number} of {rows}": got}, {f"result {number} of {rows}": expected[:rows]}
+                    )
+        return alone
+
+    yield check
+    ops.threads.chosen = None
+
+
+@pytest.fixture
+def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
+    yield partial(setattr, ops.threads, "chosen")
+    ops.threads.chosen = None

@@ -1,6 +1,4 @@
-"""The C++ kernels: every op against a float64 oracle, and the same bits for any number of rows and threads.
-
-An invariance test proves nothing alone (garbage can be invariant), so each op is compared with an oracle as well.
+"""The C++ kernels: the contract of operations at many sizes, and the same bits for any number of rows and threads.
 
 Tolerances are bounds, not fits. ``U`` is float32's unit roundoff 2^-24. A sum of n products in m accumulators is off by
 at most (n/m + log2 m + 1) U sum|a b| (Higham 2002, section 4.2); the narrowest vectors have m = 4 lanes. To that comes
@@ -17,14 +15,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  (torch's own convention)
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.backends.cpu import native
@@ -33,14 +26,13 @@ from specdec.backends.cpu.native import NativeOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.errors import ContractError, ShapeError
 from tests.backends import oracle
+from tests.backends.contract import SIZES, check_operations
 from tests.instruction_sets import RUNNABLE, kernels_of
+from tests.selection import cases
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
 TINY = 1e-36  # bfloat16 dot products flush subnormal operands
-ROWS = [*range(1, 17), 23, 49, 67, 130]  # 49 and 67: behind a panel of the product; 130: several query blocks
-
-SETTINGS = settings(max_examples=15, deadline=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,12 +41,6 @@ def _nan_filled_outputs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_empty", lambda *shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
         yield
-
-
-@pytest.fixture
-def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
-    yield partial(setattr, ops.threads, "chosen")
-    ops.threads.chosen = None
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,11 +66,6 @@ def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float) -> No
     assert (error <= allowed).all(), f"error is {(error / allowed).max():.3g} times what is allowed"
 
 
-def product_bound(x: Tensor, w: Tensor) -> Tensor:
-    k = x.shape[-1]
-    return (k / 4 + 8) * U * (x.double().abs() @ w.double().abs().T)
-
-
 def unaligned(w: Tensor) -> Tensor:
     """The same matrix one element behind a 64-byte boundary, as in a memory-mapped checkpoint."""
     room = torch.empty(w.numel() + 64, dtype=w.dtype)
@@ -95,71 +76,31 @@ def unaligned(w: Tensor) -> Tensor:
     return moved
 
 
+@pytest.mark.parametrize("size", cases(SIZES, sample=("short", "odd"), mark="slow"))
+def test_the_contract_of_operations(ops: NativeOps, size: str) -> None:
+    check_operations(lambda: ops, size)
+
+
 # --- matrix products -----------------------------------------------------------------------------------------------
-
-sizes = st.integers(1, 150)
-row_counts = st.sampled_from(ROWS)
-
-
-@SETTINGS
-@given(rows=row_counts, k=st.integers(1, 300), n=sizes, m=sizes, seed=st.integers(0, 99))
-def test_products_match_the_oracle(ops: NativeOps, rows: int, k: int, n: int, m: int, seed: int) -> None:
-    """Catches: wrong tails of K and N, a bias or residual added to the wrong row or after the rounding, swapped
-    gate and up, outputs of one weight written into another's."""
-    dtype = ops.dtype
-    x, w, v = (draw(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate([(rows, k), (n, k), (m, k)]))
-    w, v = unaligned(w), unaligned(v)
-    bias, residual = draw(m, seed=seed + 3), draw(rows, n, seed=seed + 4, dtype=dtype)
-    wide, exact, other = x.double(), w.double(), v.double()
-    bound = product_bound(x, w)
-
-    first, second, third = ops.project(x, [w, v, v], [None, bias, None])
-    assert_within(first, wide @ exact.T, bound)
-    assert_within(second, wide @ other.T + bias.double(), product_bound(x, v) + U * (wide @ other.T).abs() + U)
-    assert_same_bits(third, ops.project(x, [v])[0])
-    assert_same_bits(ops.linear(x, w), first)
-    summed = wide @ exact.T + residual.double()
-    assert_within(ops.linear(x, w, residual), summed, bound + 2 * U * summed.abs())
-
-    logits = torch.tensor(ops.head(x, w).rows())
-    assert_within(logits, wide @ exact.T, bound)
-    assert_same_bits(logits.to(dtype), first)  # one rounding, and ours is torch's
-
-
-@SETTINGS
-@given(rows=row_counts, k=st.integers(1, 200), n=sizes, seed=st.integers(0, 99))
-def test_gated_products_match_the_oracle(ops: NativeOps, rows: int, k: int, n: int, seed: int) -> None:
-    """Catches: a rounding between product and gating, features of a tail block paired with the wrong gate."""
-    x, gate, up = (draw(*s, seed=seed + i, dtype=ops.dtype) for i, s in enumerate([(rows, k), (n, k), (n, k)]))
-    g, u = x.double() @ gate.double().T, x.double() @ up.double().T
-    # |silu'| <= 1.1, |silu(g)| <= |g|; silu itself is within 4 ulp. Likewise for gelu.
-    bound = 1.2 * product_bound(x, gate) * u.abs() + g.abs() * product_bound(x, up) + 8 * U * (g * u).abs()
-    bound = bound + 1.2 * product_bound(x, gate) * product_bound(x, up)
-    assert_within(ops.swiglu(x, gate, up), g * torch.sigmoid(g) * u, bound)
-    assert_within(ops.geglu(x, gate, up), F.gelu(g, approximate="tanh") * u, bound)
 
 
 @pytest.mark.parametrize(("n", "k"), [(100, 72), (700, 333), (96, 2048)])
 def test_product_bits_do_not_depend_on_rows_or_threads(
-    ops: NativeOps, threads: Callable[[int], None], n: int, k: int
+    ops: NativeOps, same_bits: Callable[..., list[Tensor]], n: int, k: int
 ) -> None:
     """Catches: another K order for one row than for many, split K, a tile that reads its neighbour. The second and
     third shape are large enough to run on several threads."""
     x, w, up = (draw(*s, seed=i, dtype=ops.dtype) for i, s in enumerate([(130, k), (n, k), (n, k)]))
     w = unaligned(w)
-    residual = draw(130, n, seed=7, dtype=ops.dtype)
-    threads(1)
-    product = torch.cat([ops.linear(x[t : t + 1], w, residual[t : t + 1]) for t in range(130)])
-    gated = torch.cat([ops.swiglu(x[t : t + 1], w, up) for t in range(130)])
-    logits = torch.cat([torch.tensor(ops.head(x[t : t + 1], w).rows()) for t in range(130)])
-    for team in (1, 2, 3):
-        threads(team)
-        for rows in ROWS:
-            assert_same_bits(ops.linear(x[:rows], w, residual[:rows]), product[:rows])
-            assert_same_bits(ops.swiglu(x[:rows], w, up), gated[:rows])
-            assert_same_bits(torch.tensor(ops.head(x[:rows], w).rows()), logits[:rows])
-            for y in ops.project(x[5 : 5 + rows], [up, w], [])[1:]:  # other neighbours, another place in the tile
-                assert_same_bits(y, ops.linear(x[5 : 5 + rows], w))
+
+    def run(x: Tensor) -> list[Tensor]:
+        residual = x[:, :1].expand(-1, n).contiguous()
+        logits = torch.tensor(ops.head(x, w).rows())
+        return [ops.linear(x, w, residual), ops.swiglu(x, w, up), ops.geglu(x, w, up), logits, *ops.project(x, [up, w])]
+
+    same_bits(run, x)
+    for rows in (1, 4, 23, 67):  # other neighbours, another place in the tile
+        assert_same_bits(ops.project(x[5 : 5 + rows], [up, w])[1], ops.linear(x[5 : 5 + rows], w))
 
 
 def test_a_poisoned_row_stays_alone(ops: NativeOps) -> None:
@@ -184,104 +125,11 @@ def test_strided_rows_are_read_in_place(ops: NativeOps) -> None:
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-@SETTINGS
-@given(rows=st.integers(1, 20), n=st.integers(1, 400), seed=st.integers(0, 99))
-def test_rms_norm_matches_the_oracle(ops: NativeOps, rows: int, n: int, seed: int) -> None:
-    """Catches: a mean over padded lanes, eps outside the root, a tail without its weight."""
-    x, weight, eps = 3 * draw(rows, n, seed=seed, dtype=ops.dtype), draw(n, seed=seed + 1), 1e-6
-    wide = x.double()
-    expected = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-    assert_within(ops.rms_norm(x, weight, eps), expected, (n / 8 + 10) * U * expected.abs())
-    for t in range(rows):
-        assert_same_bits(ops.rms_norm(x[t : t + 1], weight, eps), ops.rms_norm(x, weight, eps)[t : t + 1])
-
-
-@SETTINGS
-@given(rows=st.integers(1, 20), n=st.integers(1, 400), mean=st.sampled_from([0.0, 50.0]), seed=st.integers(0, 99))
-def test_layer_norm_matches_the_oracle(ops: NativeOps, rows: int, n: int, mean: float, seed: int) -> None:
-    """Catches: a variance that cancels, a mean over padded lanes, a bias before the weight."""
-    x, weight, bias = draw(rows, n, seed=seed, dtype=ops.dtype) + mean, draw(n, seed=seed + 1), draw(n, seed=seed + 2)
-    expected = F.layer_norm(x.double(), (n,), weight.double(), bias.double(), 1e-5)
-    spread = (x.double().var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    error = (n / 4 + 10) * U * (x.double().abs().amax(-1, keepdim=True) / spread * weight.abs() + bias.abs())
-    got = ops.layer_norm(x, weight, bias, 1e-5)
-    assert_within(got, expected, error + (n / 8 + 10) * U * expected.abs())
-    for t in range(rows):
-        assert_same_bits(ops.layer_norm(x[t : t + 1], weight, bias, 1e-5), got[t : t + 1])
-
-
-@SETTINGS
-@given(rows=st.integers(1, 20), n=st.integers(1, 100), seed=st.integers(0, 99))
-def test_elementwise_ops_match_the_oracle(ops: NativeOps, rows: int, n: int, seed: int) -> None:
-    """Strided rows, and a table whether it is packed or not."""
-    wide, b = 5 * draw(rows, 2 * n, seed=seed, dtype=ops.dtype), draw(rows, n, seed=seed + 1, dtype=ops.dtype)
-    a, table = wide[:, n:], draw(rows + 4, n, seed=seed + 2, dtype=ops.dtype)
-    expected = F.gelu(a.double(), approximate="tanh")
-    assert_within(ops.gelu(a), expected, 8 * U * a.double().abs())
-    assert_same_bits(ops.add(a, b), a + b)
-    assert_same_bits(ops.scale(a, 0.22), a * 0.22)
-    assert_same_bits(ops.add_positions(a, ops.weight(table), 4), a + table[4:])
-    assert_same_bits(ops.gelu(a[-1:]), ops.gelu(a)[-1:])
-    with pytest.raises(ShapeError, match="add cannot read b"):
-        ops.add(a, b[:, :0])
-    with pytest.raises(ContractError, match=f"position {rows + 4} has no embedding"):
-        ops.add_positions(a, ops.weight(table), 5)
-
-
-@SETTINGS
-@given(rows=st.integers(1, 20), heads=st.integers(1, 4), n=st.integers(1, 140), seed=st.integers(0, 99))
-def test_gated_rms_norm_matches_the_oracle(ops: NativeOps, rows: int, heads: int, n: int, seed: int) -> None:
-    """Catches: a mean over all heads instead of one, a gate read with x's strides."""
-    x, weight = draw(rows, heads, n, seed=seed, dtype=ops.dtype), draw(n, seed=seed + 1)
-    z = draw(rows, heads, 2 * n, seed=seed + 2, dtype=ops.dtype)[:, :, n:]
-    wide, gate = x.double(), z.double()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    expected = (normed * gate * torch.sigmoid(gate)).flatten(1)
-    actual = ops.gated_rms_norm(x, z, weight, 1e-6)
-    assert_within(actual, expected, (n / 8 + 16) * U * expected.abs())
-    assert_same_bits(ops.gated_rms_norm(x[-1:], z[-1:], weight, 1e-6), actual[-1:])
-
-
-@SETTINGS
-@given(
-    rows=st.integers(1, 20),
-    heads=st.integers(1, 4),
-    half=st.integers(1, 40),
-    rest=st.integers(0, 60),
-    position=st.sampled_from([0, 1, 63, 4096, 200_000]),
-    normed=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_norm_rope_matches_the_oracle(
-    ops: NativeOps, rows: int, heads: int, half: int, rest: int, position: int, normed: bool, seed: int
-) -> None:
-    """Catches: interleaved instead of half-split pairs, dimensions behind the rotary ones changed, row t rotated by
-    another row's position, an angle in other than float32 (at position 200 000 it is off by up to 0.01)."""
-    dim = 2 * half + rest
-    x = draw(rows, heads, 2 * dim, seed=seed, dtype=ops.dtype)[:, :, :dim]
-    weight = draw(dim, seed=seed + 1) if normed else None
-    rope = Rope.of(10_000.0, 2 * half)
-    wide = x.double()
-    if weight is not None:
-        wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    expected = torch.from_numpy(oracle.norm_rope(wide.numpy(), None, 0.0, rope.inv_freq, position))
-    left, right = wide[..., :half], wide[..., half : 2 * half]
-    size = left.abs() + right.abs()
-    bound = (dim / 8 + 14) * U * torch.cat([size, size, wide[..., 2 * half :].abs()], -1)
-    actual = ops.norm_rope(x, weight, 1e-6, rope, position)
-    assert_within(actual, expected, bound)
-    for t in range(rows):
-        assert_same_bits(ops.norm_rope(x[t : t + 1], weight, 1e-6, rope, position + t), actual[t : t + 1])
-
-
-def test_embed_gathers_and_refuses_foreign_tokens(ops: NativeOps) -> None:
-    """Catches: a read outside the table, which in a memory map is another tensor's weights."""
-    table = draw(50, 33, seed=0, dtype=ops.dtype)
-    tokens = [3, 49, 0, 3]
-    assert_same_bits(ops.embed(table, tokens), table[tokens])
-    for bad in (-1, 50):
-        with pytest.raises(ContractError, match=f"token {bad} of row 1"):
-            ops.embed(table, [0, bad])
+def test_angles_are_products_in_float32(ops: NativeOps) -> None:
+    """Catches: an angle in another type, which is off by up to 0.01 at this position."""
+    x, rope, position = draw(5, 2, 40, seed=0, dtype=ops.dtype), Rope.of(10_000.0, 24), 200_000
+    expected = torch.from_numpy(oracle.norm_rope(x.double().numpy(), None, 0.0, rope.inv_freq, position))
+    assert_within(ops.norm_rope(x, None, 1e-6, rope, position), expected, 20 * U * 2 * x.double().abs().max())
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -328,23 +176,6 @@ class Attention:
         if gated:
             expected, bound = expected * torch.sigmoid(gate), bound * torch.sigmoid(gate) + 4 * U * expected.abs()
         assert_within(actual, expected.flatten(1), bound.flatten(1))
-
-
-@SETTINGS
-@given(
-    length=st.sampled_from([1, 5, 63, 64, 65, 150]),
-    kv_heads=st.integers(1, 2),
-    group=st.sampled_from([1, 3, 4, 5]),
-    dim=st.sampled_from([1, 7, 16, 40, 72, 131]),
-    gated=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_attend_matches_the_oracle(
-    ops: NativeOps, length: int, kv_heads: int, group: int, dim: int, gated: bool, seed: int
-) -> None:
-    """Catches: a key of the future, a stale slot read (NaN), the wrong KV head of a group, the scale applied twice."""
-    attention = Attention(ops, length, kv_heads * group, kv_heads, dim, seed)
-    attention.check(attention.run([length], gated), gated)
 
 
 @pytest.mark.parametrize(
@@ -399,61 +230,6 @@ class Delta:
         return torch.cat(out), cache
 
 
-shapes = st.builds(
-    lambda hk, ratio, dk, dv, taps: DeltaShape(
-        key_heads=hk, value_heads=hk * ratio, key_dim=dk, value_dim=dv, kernel=taps
-    ),
-    st.integers(1, 2),
-    st.integers(1, 3),
-    st.sampled_from([1, 6, 16, 37, 64]),
-    st.sampled_from([1, 5, 16, 40, 64, 71]),
-    st.sampled_from([2, 4, 5]),
-)
-
-
-@SETTINGS
-@given(shape=shapes, rows=st.sampled_from([1, 2, 5, 16, 40]), seed=st.integers(0, 99))
-def test_conv_window_matches_the_oracle(ops: NativeOps, shape: DeltaShape, rows: int, seed: int) -> None:
-    """Catches: taps in reversed order, a window of the wrong rows, zeros instead of the committed rows."""
-    delta = Delta(ops, rows, shape, seed)
-    padded = torch.cat([torch.zeros(shape.kernel - 1, shape.channels, dtype=ops.dtype), delta.x]).double()
-    sums = sum(padded[j : j + rows] * delta.taps[:, j].double() for j in range(shape.kernel))
-    sizes = sum((padded[j : j + rows] * delta.taps[:, j].double()).abs() for j in range(shape.kernel))
-    assert isinstance(sums, Tensor)
-    assert isinstance(sizes, Tensor)
-    expected = sums * torch.sigmoid(sums)
-    bound = 1.1 * (shape.kernel + 1) * U * sizes + 8 * U * expected.abs()
-    cache = ops.new_delta(shape)
-    assert_within(ops.conv_window(delta.x, delta.taps, cache), expected, bound)
-    if rows > 1:
-        ops.conv_window(delta.x[:-1], delta.taps, cache)
-        cache.replay = lambda rows: None
-        cache.commit(rows - 1)
-        assert_within(ops.conv_window(delta.x[-1:], delta.taps, cache), expected[-1:], bound[-1:])
-
-
-@SETTINGS
-@given(shape=shapes, rows=st.sampled_from([1, 2, 5, 16, 40]), seed=st.integers(0, 99))
-def test_gated_delta_matches_the_oracle(ops: NativeOps, shape: DeltaShape, rows: int, seed: int) -> None:
-    """Catches: the read before the update, decay after the error, a value head on the wrong key head, columns of a
-    tail block left behind in the state."""
-    delta = Delta(ops, rows, shape, seed)
-    cache = ops.new_delta(shape)
-    cache.after.fill_(float("nan"))
-    u = ops.conv_window(delta.x, delta.taps, cache)
-    actual = ops.gated_delta(u, delta.a, delta.b, delta.a_log, delta.dt_bias, cache, shape)
-    inputs = map(oracle.to_host, (u, delta.a, delta.b, delta.a_log, delta.dt_bias))
-    zeros = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim))
-    expected, states = map(torch.from_numpy, oracle.gated_delta(*inputs, shape, zeros))
-    # |k| = 1 and 0 <= beta, decay <= 1: the update is non-expansive, so the errors of the tokens add up; each is a sum
-    # over Dk and a dozen roundings relative to the largest column and value. g reaches -40: exp(g) is off by 40 U.
-    scale = torch.linalg.norm(states, dim=2).max() + u.double().abs().max()
-    bound = rows * (shape.key_dim / 4 + 60) * U * scale
-    assert_within(actual, expected, bound)
-    cache.commit(rows)
-    assert_within(cache.state, states[-1], bound)
-
-
 DELTA_SHAPES = [
     DeltaShape(key_heads=2, value_heads=2, key_dim=16, value_dim=16, kernel=4),
     DeltaShape(key_heads=2, value_heads=6, key_dim=37, value_dim=71, kernel=4),  # odd in every size
@@ -480,23 +256,6 @@ def test_delta_bits_do_not_depend_on_passes_or_threads(
             assert_same_bits(cache.window, after.window)
 
 
-@pytest.mark.parametrize("shape", DELTA_SHAPES[:2], ids=lambda s: f"Hv{s.value_heads}")
-def test_a_pass_cut_short_equals_a_shorter_pass(ops: NativeOps, shape: DeltaShape) -> None:
-    """Catches: a replay from the wrong state, with another kernel, or one that clobbers the outputs of the pass;
-    commit(0) that leaves anything behind."""
-    delta = Delta(ops, 25, shape, seed=13)
-    for kept in range(17):
-        _, cache = delta.run([8])
-        out = delta.step(cache, 8, 24)
-        before = out.clone()
-        cache.commit(kept)
-        _, fresh = delta.run([8, *([kept] if kept else [])])
-        assert_same_bits(out, before)
-        assert_same_bits(cache.state, fresh.state)
-        assert_same_bits(cache.window, fresh.window)
-        assert_same_bits(delta.step(cache, 8 + kept, 9 + kept), delta.step(fresh, 8 + kept, 9 + kept))
-
-
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -515,6 +274,13 @@ def test_layouts_that_an_address_cannot_describe_are_refused(ops: NativeOps) -> 
         ops.swiglu(x, w, w[:4])
     with pytest.raises(ShapeError, match="rms_norm cannot read weight"):
         ops.rms_norm(x, torch.ones(31), 1e-6)
+    with pytest.raises(ShapeError, match="add cannot read b"):
+        ops.add(x, x[:, :0])
+    with pytest.raises(ContractError, match="position 8 has no embedding"):
+        ops.add_positions(x, ops.weight(w), 5)
+    for bad in (-1, 8):
+        with pytest.raises(ContractError, match=f"token {bad} of row 1"):
+            ops.embed(w, [0, bad])
     with pytest.raises(ShapeError, match="do not fit together"):
         ops.attend(x.view(4, 1, 32), x.view(4, 2, 16), x.view(4, 2, 16), ops.new_kv(8, 2, 16), scale=1.0)
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.cpu.arrays import CpuLogits
-from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.cpu.reference import ReferenceOps
@@ -138,35 +137,6 @@ def test_a_vocabulary_without_a_legal_token_is_told(ops: ReferenceOps) -> None:
 
 
 # --- gathered rows ----------------------------------------------------------------------------------------------------
-
-
-@given(
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    hidden=st.sampled_from([5, 16, 40]),
-    steps=st.lists(st.lists(st.integers(0, 89), min_size=1, max_size=20), min_size=1, max_size=6),
-    seed=st.integers(0, 1000),
-)
-def test_rows_that_are_added_belong_to_their_ids(
-    ops: ReferenceOps, dtype: torch.dtype, hidden: int, steps: list[list[int]], seed: int
-) -> None:
-    """A chain of extensions, and a branch from each of its heads: no head sees another one's rows."""
-    rng = torch.Generator().manual_seed(seed)
-    ops = ReferenceOps(dtype) if type(ops) is ReferenceOps else NativeOps(dtype, load_kernels())  # type: ignore[arg-type]
-    weight = ops.weight(torch.randn(90, hidden, generator=rng).to(dtype))
-    x = torch.randn(2, hidden, generator=rng).to(dtype)
-    full = ops.head(x, weight).rows()
-    heads = [(ops.head_rows(weight, steps[0]), set(steps[0]))]
-    for more in steps[1:]:
-        base, ids = heads[-1]
-        heads.append((ops.head_rows(weight, more, base), ids | set(more)))
-        heads.insert(0, (ops.head_rows(weight, [more[-1], 89], base), ids | {more[-1], 89}))
-    for head, ids in heads:
-        assert list(head.tokens) == sorted(ids)
-        wanted = np.full_like(full, -np.inf)
-        wanted[:, sorted(ids)] = full[:, sorted(ids)]
-        bound = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
-        np.testing.assert_allclose(ops.pruned_head(x, head).rows(), wanted, rtol=bound, atol=bound * 8)
-    assert heads[-1][0].parts[0].data_ptr() == heads[-1][0].base.parts[0].data_ptr()
 
 
 def test_rows_of_another_backend_are_refused() -> None:

@@ -91,23 +91,12 @@ class KV:
         row = [0, self.keys.data_ptr(), self.values.data_ptr(), capacity, 0, 0, 0, 0]
         self.row = torch.tensor(row, dtype=torch.int64).to(device)
 
-    @property
-    def length(self) -> int:
-        return int(self.row[LENGTH.value])
-
     def fill(self, seed: int, length: int) -> KV:
         """Commit ``length`` rows of normal numbers."""
         for at, held in enumerate((self.keys, self.values)):
             held[:length] = draw(seed + at, length, *held.shape[1:], device=held.device, dtype=held.dtype)
         self.row[LENGTH.value] = length
         return self
-
-    def commit(self, rows: int) -> None:
-        self.row[LENGTH.value] += rows
-
-    def poison(self) -> None:
-        """Stale slots hold what no row may read."""
-        self.keys[self.length :], self.values[self.length :] = NAN, NAN
 
 
 class Delta:
@@ -141,11 +130,6 @@ class Delta:
     def state(self) -> Tensor:
         """The committed state."""
         return self.states[int(self.row[SLOT.value])]
-
-    def window(self) -> Tensor:
-        """The last taps - 1 committed raw rows, zeros before the first token: ``[taps - 1, C]``."""
-        positions = range(self.length - self.kernel + 1, self.length)
-        return torch.stack([self.ring[p % 32] if p >= 0 else torch.zeros_like(self.ring[0]) for p in positions])
 
     def commit(self, rows: int, *, steps: int | None = None) -> None:
         self.row[LENGTH.value] += rows

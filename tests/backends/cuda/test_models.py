@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -20,52 +19,31 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda import memory
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache
 from specdec.backends.cuda.ops import CudaOps
-from specdec.contract import Drafter
 from specdec.models import Weights, dry_run
 from specdec.models.loading import build_target
 from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
 from tests.backends import families
 from tests.backends.families import VOCAB
-from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, partly_right
+from tests.decoding.test_lossless import mtp
 
 pytestmark = pytest.mark.interpreter
 
-ATTENTION = {"heads": 2, "kv_heads": 1, "head_dim": 16}
+ATTENTION = tiny.shape("hidden=32 heads=2 kv_heads=1 head_dim=16")
+DENSE = ATTENTION | tiny.shape("intermediate=40 layers=1")
 TINY: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        **ATTENTION,
-        "hidden": 32,
-        "intermediate": 32,
-        "key_heads": 1,
-        "value_heads": 2,
-        "key_dim": 16,
-        "value_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "llama": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
-    "granite": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1, "keys": {"residual_multiplier": 0.22}},
-    "olmo2": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
-    "smollm3": {**ATTENTION, "hidden": 32, "intermediate": 40, "keys": {"no_rope_layers": [1, 0]}},
-    "qwen3_5_moe": {
-        **ATTENTION,
-        "hidden": 32,
-        "inner": 16,
-        "shared": 16,
-        "experts": 4,
-        "mtp": False,
-        "layer_types": ["full_attention"],
-    },
-    "deepseek_v3": {
-        "heads": 2,
-        "layers": 1,
-        "dense_layers": 0,
-        "hidden": 32,
-        "inner": 16,
-        "experts": 4,
-        "top_k": 2,
-        "groups": 2,
-        "kept_groups": 1,
-    },
+    "qwen3_5": ATTENTION
+    | tiny.shape(
+        "intermediate=32 key_heads=1 value_heads=2 key_dim=16 value_dim=16",
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "llama": DENSE,
+    "granite": {**DENSE, "keys": {"residual_multiplier": 0.22}},
+    "olmo2": DENSE,
+    "smollm3": {**DENSE, "layers": 2, "keys": {"no_rope_layers": [1, 0]}},
+    "qwen3_5_moe": ATTENTION | tiny.shape("inner=16 shared=16 experts=4", mtp=False, layer_types=["full_attention"]),
+    "deepseek_v3": tiny.shape(
+        "hidden=32 heads=2 layers=1 dense_layers=0 inner=16 experts=4 top_k=2 groups=2 kept_groups=1"
+    ),
 }
 PROMPT = (3, 1)
 CAPACITY = 64
@@ -133,48 +111,6 @@ def test_a_family_with_learned_positions_and_no_rotation(
         assert (ours == plain).all()
 
 
-@attrs.define
-class Recorded:
-    """A target that remembers the logits of every row that was committed."""
-
-    inner: Any
-    rows: list[Any] = attrs.field(factory=list)
-    _last: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def decode(self, state: Any, tokens: Sequence[int]) -> Any:
-        output = self.inner.decode(state, tokens)
-        self._last = output.need_logits().rows().copy()
-        return output
-
-    def commit(self, state: Any, rows: int) -> None:
-        self.rows.extend(self._last[:rows])
-        self.inner.commit(state, rows)
-
-
-def run(
-    folder: pathlib.Path,
-    target: Any,
-    prompt: Sequence[int],
-    count: int,
-    depth: int,
-    drafter: Callable[[Case], Drafter] = mtp,
-    truth: Sequence[int] = (),
-    **generation: Any,
-) -> tuple[list[int], Any, Any]:
-    """Tokens, the bits of the logits that decided them, and the result."""
-    recorded = Recorded(target)
-    make = None if depth == 0 else lambda env: drafter(Case(list(truth), env, [1, 0, 2]))
-    lm = tiny.make_lm(folder, recorded, make, lambda: ScriptedDepth([depth]))
-    result = lm.session().generate(list(prompt), max_new_tokens=count, ignore_eos=True, **generation)
-    assert not result.stats.faults
-    if depth and drafter is mtp:
-        assert sum(result.stats.offered) > 0
-    return result.tokens, np.stack(recorded.rows).view(np.int32), result
-
-
 @pytest.mark.parametrize("family", TINY)
 def test_logits_are_those_of_the_torch_reference(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
@@ -182,55 +118,30 @@ def test_logits_are_those_of_the_torch_reference(
     families.check_logits(build(family), tiny.make_target(checkpoint(family, **TINY[family])), 2e-4)
 
 
-CASES = [("qwen3_5", False, 0), ("qwen3_5", True, 1), *((family, False, 3) for family in TINY)]
-SLOW = [("deepseek_v3", True, 3), ("qwen3_5", False, 7)]
+CASES = [("qwen3_5", True, 1), *((family, False, 3) for family in TINY)]
+SLOW = [("qwen3_5", False, 0), ("deepseek_v3", True, 3), ("qwen3_5", False, 7)]
 
 
 @pytest.mark.parametrize(
     ("family", "eager", "depth"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_speculation_has_the_tokens_and_the_logits_of_plain_decoding(
-    build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
-    plain: Callable[..., Any],
-    family: str,
-    eager: bool,
-    depth: int,
+def test_any_draft_leaves_the_tokens_and_the_state_of_plain_decoding(
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str, eager: bool, depth: int
 ) -> None:
-    """Whatever is drafted, by graph and op by op; all compared with one row at a time, op by op."""
+    """By graph and op by op."""
     target, folder = build(family, eager=eager), checkpoint(family, **TINY[family])
-    tokens, logits = plain(family)
-    drafter = mtp if target.info.mtp_layers else partly_right
-    ours, bits, result = run(folder, target, PROMPT, GENERATED, depth, drafter, [*PROMPT, *tokens])
-    assert ours == tokens[:GENERATED]
-    assert np.array_equal(bits[:GENERATED], logits[:GENERATED])
-    assert result.parity == "bitwise"
-
-
-@pytest.fixture(scope="module")
-def plain(build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
-    """``plain(family)``: tokens and bits of the logits of plain decoding, op by op."""
-    known: dict[str, Any] = {}
-
-    def get(family: str) -> Any:
-        if family not in known:
-            folder = checkpoint(family, **TINY[family])
-            known[family] = run(folder, build(family, eager=True), PROMPT, GENERATED + 3, 0)[:2]
-        return known[family]
-
-    return get
+    families.check_drafter(folder, target, PROMPT, mtp, [depth], (1, 0, 2), GENERATED)
 
 
 def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
 ) -> None:
     target, folder = build("qwen3_5"), checkpoint("qwen3_5", **TINY["qwen3_5"])
-    settings = {"temperature": 0.8, "seed": 2**40 + 7}
-    wanted, logits, _ = run(folder, target, PROMPT, GENERATED, 0, **settings)
-    tokens, bits, result = run(folder, target, PROMPT, GENERATED, 3, **settings)
-    assert tokens == wanted
-    assert np.array_equal(bits[:GENERATED], logits[:GENERATED])
-    assert wanted != run(folder, target, PROMPT, GENERATED, 0, temperature=0.8, seed=1)[0]
+    first, other = (
+        families.check_drafter(folder, target, PROMPT, mtp, [3], count=GENERATED, temperature=0.8, seed=seed)
+        for seed in (2**40 + 7, 1)
+    )
+    assert first != other
 
 
 def poison(state: Any) -> None:
@@ -269,29 +180,12 @@ def test_sessions_fork_save_and_load(
 # --- on a device -----------------------------------------------------------------------------------------------------
 
 LARGER: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        "hidden": 256,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "key_heads": 2,
-        "value_heads": 4,
-        "key_dim": 128,
-        "value_dim": 128,
-        "intermediate": 512,
-        "vocab": 4099,
-    },
-    "llama": {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 768, "layers": 3},
-    "qwen3_5_moe": {
-        "hidden": 256,
-        "heads": 4,
-        "kv_heads": 1,
-        "head_dim": 64,
-        "inner": 128,
-        "shared": 128,
-        "experts": 16,
-        "top_k": 4,
-    },
+    "qwen3_5": tiny.shape(
+        "hidden=256 heads=4 kv_heads=2 head_dim=64 key_heads=2 value_heads=4 key_dim=128 value_dim=128 "
+        "intermediate=512 vocab=4099"
+    ),
+    "llama": tiny.shape("hidden=256 heads=8 kv_heads=2 head_dim=64 intermediate=768 layers=3"),
+    "qwen3_5_moe": tiny.shape("hidden=256 heads=4 kv_heads=1 head_dim=64 inner=128 shared=128 experts=16 top_k=4"),
     "deepseek_v3": {"hidden": 256},
 }
 
@@ -300,22 +194,19 @@ LARGER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", LARGER)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_on_a_device_speculation_has_the_tokens_and_the_logits_of_plain_decoding(
+def test_on_a_device_any_draft_leaves_the_tokens_and_the_state_of_plain_decoding(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str, dtype: str, sampled: bool
 ) -> None:
-    """64 tokens, drafts of 0, 1, 3 and 7, by graph and op by op; all compared with one row at a time, op by op."""
+    """64 tokens, drafts of 0, 1, 3 and 7, by graph and op by op, which all agree."""
     folder = checkpoint(family, **{**TINY.get(family, {}), **LARGER[family]})
     settings = {"temperature": 0.7, "seed": 11} if sampled else {}
-    targets = {eager: build(family, eager=eager, dtype=dtype, **LARGER[family]) for eager in (False, True)}
     prompt = [(11 * i + 5) % VOCAB for i in range(40)]
-    wanted, logits, _ = run(folder, targets[True], prompt, 64, 0, **settings)
-    for eager, target in targets.items():
-        for depth in (0, 1, 3, 7):
-            drafter = mtp if target.info.mtp_layers else partly_right
-            truth = [*prompt, *wanted, *[0] * 8]
-            tokens, bits, _ = run(folder, target, prompt, 64, depth, drafter, truth, **settings)
-            assert tokens == wanted, (eager, depth)
-            assert np.array_equal(bits[:64], logits[:64]), (eager, depth)
+    found = {
+        tuple(families.check_drafter(folder, target, prompt, mtp, [depth], count=64, **settings))
+        for target in (build(family, eager=eager, dtype=dtype, **LARGER[family]) for eager in (False, True))
+        for depth in (0, 1, 3, 7)
+    }
+    assert len(found) == 1
 
 
 @pytest.mark.gpu
@@ -323,16 +214,5 @@ def test_on_a_device_speculation_has_the_tokens_and_the_logits_of_plain_decoding
 def test_on_a_device_logits_are_those_of_the_torch_reference(
     build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:
-    """float32, over a prompt in bulk and passes of several rows."""
     folder = checkpoint(family, **{**TINY.get(family, {}), **LARGER[family]})
-    tokens = [(7 * i + 3) % VOCAB for i in range(120)]
-    found = []
-    for target in (tiny.make_target(folder), build(family, **LARGER[family])):
-        state = target.new_state(256)
-        target.prefill(state, tokens[:100])
-        logits = []
-        for first, rows in ((100, 1), (101, 4), (105, 15)):
-            logits.append(target.decode(state, tokens[first : first + rows]).need_logits().rows().copy())
-            target.commit(state, rows)
-        found.append(np.concatenate(logits))
-    assert np.abs(found[0] - found[1]).max() <= 2e-3
+    families.check_logits(build(family, **LARGER[family]), tiny.make_target(folder), 2e-3)

@@ -7,46 +7,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from specdec.backends.cuda import weights
 from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
 from specdec.errors import ShapeError, UnsupportedError
-from tests.backends.cuda.kernel_runs import weight_of
 
 pytestmark = pytest.mark.interpreter
 
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-FINITE = (CODES & 127) != 127
-
-
-def _columns(weight: weights.Weight, device: torch.device) -> Tensor:
-    """The weight read column by column through the product: unit rows times the weight, exactly."""
-    k = weight.shape[1]
-    unit = torch.eye(k, device=device)
-    return torch.cat([packed.product(part, weight, weight.shape[0], torch.float32) for part in unit.split(16)]).T
-
-
-def test_every_e4m3_code_is_decoded_exactly(device: torch.device) -> None:
-    codes = torch.where(FINITE, CODES, 0).view(16, 16).to(device)
-    weight = Fp8BlockWeight(codes, torch.ones(1, 1, device=device), (128, 128))
-    assert torch.equal(_columns(weight, device), codes.cpu().view(torch.float8_e4m3fn).float().to(device))
-
-
-def test_every_e2m1_pair_under_every_group_scale_is_decoded_exactly(device: torch.device) -> None:
-    codes = CODES.view(32, 8).repeat(1, 2).to(device)  # [32, 16] bytes: 32 columns
-    for first in range(0, 127, 64):
-        scales = torch.arange(first, first + 64).clamp(max=126).to(torch.uint8).view(32, 2).to(device)
-        weight = Nvfp4Weight(codes, scales, torch.tensor(0.75, device=device))
-        assert torch.equal(_columns(weight, device), weight.decode())
-
-
-@pytest.mark.sample
-def test_a_scale_per_row_and_partial_blocks(device: torch.device) -> None:
-    for form in ("fp8 per row", "fp8 32x32"):
-        weight = weight_of(form, 37, 48, torch.float32, device)
-        assert torch.equal(_columns(weight, device), weight.decode())
 
 
 # --- the device's PTX, run by hand ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,11 @@ from specdec.backends.cuda import memory
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import Fp8BlockWeight, Nvfp4Weight, Weight
 from tests import tiny
-from tests.backends.cuda.test_models import CAPACITY, GENERATED, PROMPT, TINY, VOCAB, run
+from tests.backends.cuda.test_models import CAPACITY, GENERATED, PROMPT, TINY
+from tests.backends.families import VOCAB, check_drafter
 from tests.checkpoints.quantised import quantisers
 from tests.checkpoints.quantised.test_quantised_models import matrix, split
-from tests.decoding.test_lossless import mtp, partly_right
+from tests.decoding.test_lossless import mtp
 
 pytestmark = pytest.mark.interpreter
 
@@ -51,22 +53,20 @@ def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[pathlib.Path, pathlib.Path]]:
     """``folders(family)``: a quantised checkpoint, and the same with its weights decoded."""
-    written: dict[str, tuple[pathlib.Path, pathlib.Path]] = {}
 
+    @functools.cache
     def get(family: str) -> tuple[pathlib.Path, pathlib.Path]:
-        if family not in written:
-            folder, form = tmp_path_factory.mktemp(family), STORED[family][0]
-            source = tiny.WRITERS[family](folder / "source", **TINY[family], **ALIKE.get(family, {}), dtype="float32")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(quantisers.QUANTISERS, "fp8-block 16x16", lambda w: quantisers.fp8_block(w, BLOCK))
-                written[family] = split(
-                    folder,
-                    source,
-                    lambda name: form if matrix(name) and not _looked_up(name) else None,
-                    torch.float32,
-                    **({"quant_method": "fp8", "weight_block_size": BLOCK} if "fp8" in form else {}),
-                )
-        return written[family]
+        folder, form = tmp_path_factory.mktemp(family), STORED[family][0]
+        source = tiny.WRITERS[family](folder / "source", **TINY[family], **ALIKE.get(family, {}), dtype="float32")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(quantisers.QUANTISERS, "fp8-block 16x16", lambda w: quantisers.fp8_block(w, BLOCK))
+            return split(
+                folder,
+                source,
+                lambda name: form if matrix(name) and not _looked_up(name) else None,
+                torch.float32,
+                **({"quant_method": "fp8", "weight_block_size": BLOCK} if "fp8" in form else {}),
+            )
 
     return get
 
@@ -78,16 +78,10 @@ def _looked_up(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def built(folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], new_device: Callable[[], Any]) -> Any:
-    """``built(family, eager=False)``: a target over the packed weights."""
-    known: dict[tuple[str, bool], Any] = {}
-
-    def get(family: str, *, eager: bool = False) -> Any:
-        if (family, eager) not in known:
-            ops = Counted(new_device(), torch.float32, eager_reason="asked for" if eager else "")
-            known[family, eager] = tiny.make_target(folders(family)[0], ops=ops)
-        return known[family, eager]
-
-    return get
+    """``built(family)``: a target over the packed weights."""
+    return functools.cache(
+        lambda family: tiny.make_target(folders(family)[0], ops=Counted(new_device(), torch.float32))
+    )
 
 
 @pytest.mark.parametrize("family", STORED)
@@ -114,15 +108,7 @@ def test_a_packed_model_is_its_decoded_twin_in_less_memory(
 
 
 @pytest.mark.parametrize("family", list(STORED)[:2])  # a format each
-def test_speculation_over_packed_weights_has_the_bits_of_plain_decoding(
+def test_speculation_over_packed_weights_is_that_of_plain_decoding(
     built: Callable[..., Any], folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], family: str
 ) -> None:
-    """From graphs; compared with one row at a time, op by op."""
-    folder = folders(family)[0]
-    tokens, logits, _ = run(folder, built(family, eager=True), PROMPT, GENERATED + 3, 0)
-    target = built(family)
-    drafter = mtp if target.info.mtp_layers else partly_right
-    ours, bits, result = run(folder, target, PROMPT, GENERATED, 3, drafter, [*PROMPT, *tokens])
-    assert ours == tokens[:GENERATED]
-    assert np.array_equal(bits[:GENERATED], logits[:GENERATED])
-    assert result.parity == "bitwise"
+    check_drafter(folders(family)[0], built(family), PROMPT, mtp, [3], (1, 0, 2), GENERATED)

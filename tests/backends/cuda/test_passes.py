@@ -59,15 +59,9 @@ def decoded(target: Any, state: Any, tokens: Sequence[int], keep: int | None = N
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "sum of two": lambda x: x + 1,
     "in place": lambda x: x.add_(1),
-    "reduction": lambda x: x.sum(),
-    "product": lambda x: x @ x,
     "constant": lambda x: torch.tensor([1.0]),
-    "zeros": lambda x: torch.zeros(3),
     "list": lambda x: x.tolist(),
-    "item": lambda x: x[0].item(),
     "number": lambda x: int(x[0]),
-    "condition": lambda x: bool(x[0] > 0),
-    "numpy": lambda x: x.numpy(),
     "host": lambda x: x.cpu(),
 }
 
@@ -84,23 +78,10 @@ def _second_time(body: Callable[[], Any]) -> Callable[[], None]:
     return lambda: next(calls)()
 
 
-@pytest.mark.sample
-def test_a_replay_copies_and_launches_again_over_poisoned_memory() -> None:
-    source, kept = torch.arange(4.0), []
-    graph = FakeDevice().capture(lambda: kept.append(source.view(2, 2).t().clone()))
-    made = kept[-1]
-    assert bool(made.isnan().all())
-    graph.replay()
-    assert torch.equal(made, torch.tensor([[0.0, 2.0], [1.0, 3.0]]))
-    source += 1
-    graph.replay()
-    assert torch.equal(made, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
-
-
 # --- one graph for every sequence ------------------------------------------------------------------------------------
 
 
-def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
+def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     """Two sequences of different lengths in turn, and each alone op by op; rows are dropped on the way."""
     target, truth = build(), build(eager=True)
     prompts = ([5, 6, 7], [9])
@@ -119,10 +100,6 @@ def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     graphs = target._target_passes[()].graphs
     assert {rows for rows, _ in graphs} == {1, 2, 3}
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
-
-
-def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
-    check_sequences_share_a_graph(build)
 
 
 def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,20 +27,11 @@ from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
-SMALL: Mapping[str, Any] = {
-    "hidden": 20,
-    "layers": 2,
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 8,
-    "rotary_factor": 0.5,
-    "key_heads": 1,
-    "value_heads": 2,
-    "key_dim": 6,
-    "value_dim": 8,
-    "intermediate": 24,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+SMALL: Mapping[str, Any] = tiny.shape(
+    "hidden=20 layers=2 heads=2 kv_heads=1 head_dim=8 rotary_factor=0.5 "
+    "key_heads=1 value_heads=2 key_dim=6 value_dim=8 intermediate=24",
+    layer_types=["linear_attention", "full_attention"],
+)
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 
 
@@ -68,29 +59,31 @@ def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
     return get
 
 
-def logits(target: Any, passes: Sequence[int]) -> tuple[Any, Any]:
-    """Logits of passes with so many rows each, behind a prompt of two tokens; and the state."""
+def logits(target: Any, passes: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
+    """Logits of the rows that are kept of each pass, behind a prompt of two tokens; and the state."""
     state, at, found = target.new_state(32), 2, []
     target.prefill(state, TOKENS[:2])
-    for rows in passes:
-        found.append(target.decode(state, TOKENS[at : at + rows]).need_logits().rows().copy())
-        target.commit(state, rows)
-        at += rows
+    for rows, kept in passes:
+        drafted = [*TOKENS[at : at + kept], *[0] * (rows - kept)]
+        found.append(target.decode(state, drafted).need_logits().rows()[:kept].copy())
+        target.commit(state, kept)
+        at += kept
     return np.concatenate(found), state
 
 
 @pytest.mark.parametrize(("dtype", "executor"), [("float32", CONTRACTED), ("bfloat16", EMULATED)])
 def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made: Made, dtype: str, executor: Executor) -> None:
+    """Whatever is kept of one pass after the other: the delta rule takes in the rows of the pass before."""
     counted = Counted(executor)
     target = made(counted, dtype)
     assert target.info.parity is Parity.BITWISE
     assert target.info.max_rows == lanes.MAX_ROWS
-    singly, one = logits(target, [1] * 5)
-    assert counted.launches["specdec_gated_delta"] == 6
-    together, other = logits(target, [3, 2])
+    singly, one = logits(target, [(1, 1)] * 8)
+    assert counted.launches["specdec_gated_delta"] == 9
+    together, other = logits(target, [(3, 1), (4, 2), (2, 0), (8, 3), (2, 2)])
     assert np.array_equal(singly.view(np.uint32), together.view(np.uint32))
     tiny.assert_same_bits(arrays(target, other), arrays(target, one))
-    reference, _ = logits(made(None, dtype), [5])
+    reference, _ = logits(made(None, dtype), [(8, 8)])
     assert np.ptp(reference) > 5
     assert np.abs(reference - singly).max() <= (1e-4 if dtype == "float32" else 0.05) * np.ptp(reference)
 

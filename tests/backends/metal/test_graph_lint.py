@@ -41,51 +41,18 @@ KERNELS = sorted(
     reverse=True,
 )
 ROW_WISE = {"rms_norm", "Softmax"}  # one threadgroup per row, whatever the number of rows
-MOVES = {
-    "Gather",
-    "GatherAxis",
-    "Slice",
-    "DynamicSlice",
-    "DynamicSliceUpdate",
-    "Concatenate",
-    "Split",
-    "Reshape",
-    "Flatten",
-    "Unflatten",
-    "Transpose",
-    "ExpandDims",
-    "Squeeze",
-    "Broadcast",
-    "AsType",
-    "View",
-    "Arange",
-    "Contiguous",
-    "ArgSort",
-}
-ELEMENTWISE = {
-    "Add",
-    "Subtract",
-    "Multiply",
-    "Divide",
-    "Negative",
-    "Exp",
-    "LogAddExp",
-    "Sigmoid",
-    "Select",
-    "Maximum",
-    "Minimum",
-    "Equal",
-    "NotEqual",
-    "Less",
-    "LessEqual",
-    "Greater",
-    "GreaterEqual",
-    "LogicalAnd",
-    "LogicalOr",
-    "LogicalNot",
-    "BitwiseBinary",
-    "Remainder",
-}
+MOVES = set(
+    (
+        "Gather GatherAxis Slice DynamicSlice DynamicSliceUpdate Concatenate Split Reshape Flatten Unflatten "
+        "Transpose ExpandDims Squeeze Broadcast AsType View Arange Contiguous ArgSort"
+    ).split()
+)
+ELEMENTWISE = set(
+    (
+        "Add Subtract Multiply Divide Negative Exp LogAddExp Sigmoid Select Maximum Minimum Equal NotEqual Less "
+        "LessEqual Greater GreaterEqual LogicalAnd LogicalOr LogicalNot BitwiseBinary Remainder"
+    ).split()
+)
 ORDERLESS = {0: "all", 1: "any", 4: "min", 5: "max"}  # reductions of any dtype
 INTEGERS = (mx.int32, mx.int64, mx.uint32, mx.bool_)
 

@@ -5,6 +5,7 @@ Exactness is a promise of MLX's CPU device on Linux only; elsewhere these tests 
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import threading
 from collections.abc import Callable
@@ -25,38 +26,15 @@ from specdec.errors import ContractError, UnsupportedError  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends import families  # noqa: E402
-from tests.backends.families import VOCAB, arrays  # noqa: E402
-from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, ngram, oracle, partly_right, random  # noqa: E402
+from tests.backends.families import VOCAB  # noqa: E402
+from tests.decoding.test_lossless import Case, mtp, ngram, oracle, partly_right, random  # noqa: E402
 from tests.selection import cases  # noqa: E402
 from tests.tiny_families import SHAPES  # noqa: E402
 
 ALL = {**SHAPES, "qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": {"plain": {}}}
-TRIED = {  # the shape with most branches of each family
-    "qwen3_5": {
-        "hidden": 36,
-        "layers": 3,
-        "heads": 3,
-        "head_dim": 12,
-        "rotary_factor": 0.5,
-        "key_heads": 1,
-        "value_heads": 3,
-        "key_dim": 10,
-        "value_dim": 14,
-        "intermediate": 44,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
-    "qwen3": {},
-    "qwen3_5_moe": SHAPES["qwen3_5_moe"]["mixed-layouts"],
-    "qwen3_next": SHAPES["qwen3_next"]["r3-fused"],
-    "llama": SHAPES["llama"]["llama3-rope"],
-    "qwen2": SHAPES["qwen2"]["yarn"],
-    "glm4_moe": SHAPES["glm4_moe"]["no-bias-groups"],
-    "deepseek_v3": SHAPES["deepseek_v3"]["all-sparse-mixed"],
-    "granite": SHAPES["granite"]["factors"],
-    "olmo2": SHAPES["olmo2"]["gqa2"],
-    "smollm3": SHAPES["smollm3"]["listed"],
+TRIED = {  # without those that the backend refuses
+    family: shape for family, shape in families.TRIED.items() if not shape.get("keys", {}).get("sliding_window")
 }
-GENERATED = 10
 few = cases(TRIED, sample=("qwen3_5", "deepseek_v3"), mark="slow")
 FEW = max(1, settings().max_examples // 6)
 
@@ -71,13 +49,10 @@ Targets = Callable[..., Any]
 @pytest.fixture(scope="module")
 def metal(checkpoint: Callable[..., pathlib.Path]) -> Targets:
     """``metal(family, dtype)``: a target on MLX."""
-    made: dict[tuple[str, str], Any] = {}
 
+    @functools.cache
     def get(family: str, dtype: str = "float32") -> Any:
-        if (family, dtype) not in made:
-            folder = checkpoint(family, **TRIED[family])
-            made[family, dtype] = tiny.make_target(folder, dtype=dtype, ops=MetalOps(getattr(mx, dtype)))
-        return made[family, dtype]
+        return tiny.make_target(checkpoint(family, **TRIED[family]), dtype=dtype, ops=MetalOps(getattr(mx, dtype)))
 
     return get
 
@@ -139,20 +114,7 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
     depths: list[int],
     numbers: list[int],
 ) -> None:
-    target = metal(family)
-    if drafter is mtp and not target.info.mtp_layers:
-        drafter = partly_right
-    truth = [*prompt, *tiny.plain_run(target, prompt, 20)]
-    folder = checkpoint(family, **TRIED[family])
-    lm = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, numbers)), lambda: ScriptedDepth(depths))
-    session = lm.session()
-    result = session.generate(list(prompt), max_new_tokens=GENERATED, ignore_eos=True)
-    assert result.tokens == truth[len(prompt) :][:GENERATED]
-    assert not result.stats.faults
-    if drafter is oracle:
-        assert result.stats.accepted == result.stats.offered
-    wanted = tiny.held(target, prompt, truth[len(prompt) :][:GENERATED])
-    tiny.assert_same_bits(arrays(target, session._sequence.state), arrays(target, wanted))
+    families.check_drafter(checkpoint(family, **TRIED[family]), metal(family), prompt, drafter, depths, numbers)
 
 
 @exact

@@ -5,6 +5,7 @@ Products are compared in float32: in a narrower dtype MLX's CPU device rounds ev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,14 +152,12 @@ def test_a_size_without_a_product_is_decoded(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
     """``converted(family, dtype)``: a checkpoint as mlx-lm writes it, and its twin."""
-    written: dict[tuple[str, str], tuple[Path, Path]] = {}
 
+    @functools.cache
     def get(family: str, dtype: str = "float32") -> tuple[Path, Path]:
-        if (family, dtype) not in written:
-            folder = tmp_path_factory.mktemp(family)
-            source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
-            written[family, dtype] = mlx_layout.convert(folder, source, family, dtype=getattr(torch, dtype))
-        return written[family, dtype]
+        folder = tmp_path_factory.mktemp(family)
+        source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
+        return mlx_layout.convert(folder, source, family, dtype=getattr(torch, dtype))
 
     return get
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -38,17 +39,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("compressed_tensors")  # and its import of seconds: only where these tests run
     from tests.checkpoints.quantised.compressing import save_compressed
 
-    made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
-
+    @functools.cache
     def make(case: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        if case in made:
-            return made[case]
         preset, changes, _ = CASES[case]
         folder = tmp_path_factory.mktemp("compressed")
-        wanted = save_compressed(folder, preset, changes, seed=len(made))
+        wanted = save_compressed(folder, preset, changes, seed=list(CASES).index(case))
         tiny.write_tokenizer(folder)
-        made[case] = folder, wanted
-        return made[case]
+        return folder, wanted
 
     return make
 

@@ -57,10 +57,18 @@ def test_a_decoded_matrix_is_what_its_tensors_mean(
     @given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
     def check(rows: int, groups: int, seed: int) -> None:
         parts, values = q.QUANTISERS[name](drawn(seed, rows, 32 * groups))
-        assert_same_bits(decoded(written(tmp_path / f"{rows}-{groups}-{seed}", parts), dtype), values)
+        checkpoint = written(tmp_path / f"{rows}-{groups}-{seed}", parts)
+        assert_same_bits(decoded(checkpoint, dtype), values)
+        ((weight, found),) = formats_of(checkpoint).items()
+        own = [tensor for part, tensor in parts.items() if not part.startswith("input")]
+        assert (weight, found.shape) == ("layers.0.mlp.up_proj.weight", values.shape)
+        assert found.stored_bytes == sum(tensor.nbytes for tensor in own)
+        assert found.tensors[0] in (f"{X}weight", f"{X}weight_packed")
+        assert (len(found.tensors), found.error, found.quantised) == (len(own), None, True)
+        assert rows < 200 or groups < 5 or found.format == label  # a block may be larger than a small matrix
 
-    check()
     label, variant = q.label(name)
+    check()
     kind = str(dtype).removeprefix("torch.")
     record(record_property, label, "decoded weights", "a numpy table", f"{variant} to {kind}".lstrip(), 0.0)
 
@@ -152,3 +160,21 @@ def test_a_matrix_of_more_than_one_slab_is_decoded_in_pieces(tmp_path: Path, mon
     for i, (name, quantise) in enumerate(q.QUANTISERS.items()):
         parts, values = quantise(drawn(7, 150, 64))
         assert_same_bits(decoded(written(tmp_path / str(i), parts)), values), name
+
+
+def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
+    scales = [
+        "self_attn.k_proj.k_scale",
+        "self_attn.v_proj.v_scale",
+        "self_attn.q_scale",
+        "mlp.up_proj.input_scale",
+        "mlp.experts.gate_up_proj_input_scale",
+        "mlp.up_proj.input_global_scale",
+    ]
+    checkpoint = written(tmp_path, {name: torch.ones(1) for name in scales}, "model.layers.0.")
+    formats = formats_of(checkpoint)
+    assert dict(formats) == {}
+    assert set(formats.activation_scales) == {f"layers.0.{name}" for name in scales}
+    assert check_weights(checkpoint, {}).unused == []
+    wanted = check_weights(checkpoint, {"layers.0.self_attn.q_scale": TensorSpec((1,))})
+    assert "q_scale" not in wanted.notices[-1]

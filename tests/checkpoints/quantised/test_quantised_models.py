@@ -16,37 +16,11 @@ from specdec.checkpoints.quantised import formats_of
 from specdec.models.loading import _stored_dtype
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import quantisers as q
-from tests.selection import cases
+from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
 
-PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
+HYBRID = FAMILIES["qwen3_5"] | {"dtype": "bfloat16"}
+EXPERTS = FAMILIES["qwen3_5_moe"] | {"dtype": "bfloat16"}
 NORMS = ("norm.weight", "layernorm.weight", "A_log", "dt_bias", "norm_embedding.weight", "norm_hidden.weight", ".bias")
-HYBRID = {
-    "hidden": 64,
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 32,
-    "key_heads": 2,
-    "value_heads": 4,
-    "key_dim": 16,
-    "value_dim": 16,
-    "intermediate": 96,
-    "tied": False,
-    "dtype": "bfloat16",
-}
-EXPERTS = {
-    "hidden": 64,
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 32,
-    "key_heads": 2,
-    "value_heads": 4,
-    "key_dim": 16,
-    "value_dim": 16,
-    "inner": 32,
-    "shared": 32,
-    "experts": 4,
-    "dtype": "bfloat16",
-}
 
 
 def matrix(name: str) -> bool:
@@ -87,16 +61,6 @@ def assert_same_outputs(stored: Path, decoded: Path, dtype: str = "bfloat16") ->
         for got, wanted in zip(outputs(stored, dtype, kernels), outputs(decoded, dtype, kernels), strict=True):
             assert torch.equal(got, wanted), kernels
             assert got.std() > 0.01
-
-
-@pytest.mark.parametrize("name", cases(q.QUANTISERS, sample=4, mark="slow"))
-def test_every_format_in_a_hybrid_model_with_head_and_embedding(tmp_path: Path, name: str) -> None:
-    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
-    stored, decoded = split(tmp_path, source, lambda n: name if matrix(n) else None)
-    formats = formats_of(Checkpoint.open(stored))
-    for weight in ("embed_tokens.weight", "lm_head.weight", "mtp.fc.weight", "layers.0.linear_attn.in_proj_a.weight"):
-        assert formats[weight].quantised
-    assert_same_outputs(stored, decoded)
 
 
 def mixed(name: str) -> str | None:
@@ -168,6 +132,15 @@ def _latent(name: str) -> str | None:
     if not matrix(name) or name.endswith(("gate.weight", "correction_bias", "embed_tokens.weight")):
         return None
     return "mxfp4" if ".experts." in name else "fp8-block 128x128 e8m0"
+
+
+def test_every_matrix_of_a_hybrid_model_with_head_and_embedding(tmp_path: Path) -> None:
+    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
+    stored, decoded = split(tmp_path, source, lambda n: "int4 g16 zero points" if matrix(n) else None)
+    formats = formats_of(Checkpoint.open(stored))
+    for weight in ("embed_tokens.weight", "lm_head.weight", "mtp.fc.weight", "layers.0.linear_attn.in_proj_a.weight"):
+        assert formats[weight].quantised
+    assert_same_outputs(stored, decoded)
 
 
 def test_the_stored_dtype_of_a_quantised_checkpoint_is_bfloat16(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, WeightCheck, check_weights, write_checkpoint
 from specdec.errors import CheckpointError
 from tests.checkpoints.quantised import quantisers as q
+from tests.checkpoints.quantised.mlx_layout import affine
 from tests.checkpoints.quantised.test_quantised_decoders import drawn
 
 X = "model.layers.0.mlp.up_proj."
@@ -19,9 +20,16 @@ NAME = "layers.0.mlp.up_proj.weight"
 Change = Callable[[q.Tensors], None]
 
 
+def parts_of(label: str) -> q.Tensors:
+    """A matrix ``[200, 320]`` by the quantiser of that name, or in MLX's layout."""
+    quantise = (lambda w: affine(w, 4, 64)) if label == "mlx" else q.QUANTISERS[label]
+    return quantise(drawn(0, 200, 320))[0]
+
+
 def audited(folder: Path, parts: q.Tensors, shape: tuple[int, ...] = (200, 320), **quantization: Any) -> WeightCheck:
     """The audit of one weight, which ``Weights`` must refuse for the same reason where it is refused."""
-    config = {"quantization_config": quantization} if quantization else {}
+    key = "quantization" if "scales" in parts or "biases" in parts else "quantization_config"
+    config = {key: quantization} if quantization else {}
     checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + n: part for n, part in parts.items()}))
     found = check_weights(checkpoint, {NAME: TensorSpec(shape)})
     if found.unreadable:
@@ -56,6 +64,7 @@ def poke(name: str, value: float) -> Change:
 
 
 NAN, INF = float("nan"), float("inf")
+MLX = {"group_size": 64, "bits": 4}
 # label of a quantiser, change of its tensors, config, and what the sentence says
 REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
     "fp8 without scale": (
@@ -193,6 +202,49 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
         {},
         ["weight_zero_point is stored with", "no known meaning"],
     ),
+    "MLX without config": ("mlx", put("scales", torch.ones(200, 5)), {}, ["is in MLX's layout", "no 'quantization'"]),
+    "MLX with other bits": (
+        "mlx",
+        lambda parts: None,
+        {"group_size": 64, "bits": 8},
+        ["scales has the shape [200, 5]", "for 8 bits and groups of 64"],
+    ),
+    "MLX with another group": (
+        "mlx",
+        lambda parts: None,
+        {"group_size": 128, "bits": 4},
+        ["scales has the shape [200, 5]", "groups of 128"],
+    ),
+    "MLX with bits that do not exist": (
+        "mlx",
+        lambda parts: None,
+        {"group_size": 64, "bits": 7},
+        ["says 7 bits and groups of 64", "not read"],
+    ),
+    "MLX in another mode": ("mlx", lambda parts: None, {**MLX, "mode": "nf4"}, ["MLX's mode 'nf4', which is not read"]),
+    "MLX, not quantised": (
+        "mlx",
+        lambda parts: None,
+        {**MLX, X.removesuffix("."): False},
+        ["is quantised, and config.json says that layers.0.mlp.up_proj is not"],
+    ),
+    "MLX without scales": ("mlx", put("scales", None), MLX, ["no known format"]),
+    "MLX without biases": ("mlx", put("biases", None), MLX, ["needs biases with it"]),
+    "MLX with other biases": (
+        "mlx",
+        put("biases", torch.ones(200, 4)),
+        MLX,
+        ["biases has the shape [200, 4]", "takes [200, 5]"],
+    ),
+    "MLX's scales as integers": ("mlx", put("scales", torch.ones(200, 5).int()), MLX, ["scales is stored as I32"]),
+    "MLX's scales of NaN": ("mlx", poke("scales", NAN), MLX, ["scales holds NaN or infinity"]),
+    "MLX's biases of NaN": ("mlx", poke("biases", NAN), MLX, ["biases holds NaN or infinity"]),
+    "MLX with a scale per tensor": (
+        "mlx",
+        put("global_scale", torch.ones(1)),
+        MLX,
+        ["global_scale is stored with", "no known meaning"],
+    ),
     "stored twice": ("nvfp4", put("weight_packed", torch.ones(200, 160, dtype=torch.uint8)), {}, ["the same weight"]),
 }
 
@@ -200,8 +252,8 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case: str) -> None:
     label, change, config, facts = REFUSED[case]
-    parts, _ = q.QUANTISERS[label](drawn(0, 200, 320))
-    assert audited(tmp_path / "sound", parts).errors == []
+    parts = parts_of(label)
+    assert audited(tmp_path / "sound", parts, **(MLX if label == "mlx" else {})).errors == []
     change(parts)
     found = audited(tmp_path / "broken", parts, **config)
     assert [name for name, _, _ in found.unreadable] == [NAME]
@@ -213,11 +265,16 @@ def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case:
     assert "try:" in text
 
 
+def test_a_large_bias_that_overflows_is_found(tmp_path: Path) -> None:
+    parts = parts_of("mlx") | {"biases": torch.full((200, 5), 3.4e38)}
+    assert audited(tmp_path, parts, **MLX).non_finite == [NAME]
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("label", ["fp8-block 128x128", "fp8 per channel", "mxfp8"])
 def test_a_nan_code_anywhere_is_found(tmp_path: Path, label: str, code: int) -> None:
     for i, at in enumerate((0, 12_345, -1)):
-        parts, _ = q.QUANTISERS[label](drawn(0, 200, 320))
+        parts = parts_of(label)
         parts["weight"] = parts["weight"].clone()
         parts["weight"].view(torch.uint8).view(-1)[at] = code
         found = audited(tmp_path / str(i), parts)

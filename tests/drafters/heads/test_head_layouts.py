@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +143,24 @@ def test_other_layouts_of_a_head_draft_the_same(
     assert run(Recorded.load(name, folder=folder), monkeypatch) < BOUND
 
 
-def change(**keys: Any) -> Edit:
+def change(*path: str, of: Edit | None = None, without: str = "", **keys: Any) -> Edit:
+    """Other keys in the table at ``path``, and one less, after the edit ``of``."""
+
     def edit(config: Config, tensors: Tensors) -> None:
-        config |= keys
+        if of is not None:
+            of(config, tensors)
+        table = config
+        for name in path:
+            table = table[name]
+        table.pop(without, None)
+        table |= keys
 
     return edit
 
 
-def layer(**keys: Any) -> Edit:
-    def edit(config: Config, tensors: Tensors) -> None:
-        config["transformer_layer_config"] |= keys
-
-    return edit
+layer = partial(change, "transformer_layer_config")
+nvidia = partial(change, "eagle_config", of=flat)
+within = partial(change, "dflash_config", of=zlab)
 
 
 def tensor(name: str, value: torch.Tensor | None) -> Edit:
@@ -173,27 +180,9 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
-def nvidia(**keys: Any) -> Edit:
-    def edit(config: Config, tensors: Tensors) -> None:
-        flat(config, tensors)
-        config["eagle_config"] |= keys
-
-    return edit
-
-
 def reshaped(name: str, *shape: int) -> Edit:
     def edit(config: Config, tensors: Tensors) -> None:
         tensors[name] = tensors[name].reshape(shape or (-1,))[: None if shape else 20].contiguous()
-
-    return edit
-
-
-def within(**keys: Any) -> Edit:
-    """z-lab's layout with keys in ``dflash_config``."""
-
-    def edit(config: Config, tensors: Tensors) -> None:
-        zlab(config, tensors)
-        config["dflash_config"] |= keys
 
     return edit
 
@@ -404,35 +393,23 @@ def test_the_kind_and_the_name_of_the_drafter_must_agree() -> None:
         spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
 
 
-def keyed(key: str, *, of: Edit | None = None, **values: Any) -> Edit:
-    """Another value of a key at the top level, or none, after ``of``."""
-
-    def edit(config: Config, tensors: Tensors) -> None:
-        if of is not None:
-            of(config, tensors)
-        config.pop(key, None)
-        config.update(values)
-
-    return edit
-
-
 SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
     "speculators' residual": (
         "eagle3-residual",
-        keyed("norm_before_residual"),
+        change(without="norm_before_residual"),
         lambda f: f.norm_before_residual,
         False,
     ),
     "a residual of NVIDIA's": ("eagle3-residual", flat, lambda f: f.norm_before_residual, True),
     "a nested residual": (
         "eagle3-residual",
-        keyed("norm_before_residual", of=nvidia(norm_before_residual=True)),
+        change(without="norm_before_residual", of=nvidia(norm_before_residual=True)),
         lambda f: f.norm_before_residual,
         True,
     ),
     "SpecForge's residual": (
         "eagle3-residual",
-        keyed("norm_before_residual", of=flat),
+        change(without="norm_before_residual", of=flat),
         lambda f: f.norm_before_residual,
         False,
     ),
@@ -440,7 +417,7 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
     "SpecForge feeds back the state": ("eagle3-output", flat, lambda f: f.norm_output, False),
     "ids by default": (
         "eagle3",
-        keyed("eagle_aux_hidden_state_layer_ids"),
+        change(without="eagle_aux_hidden_state_layer_ids"),
         lambda f: f.states.of(12),
         ((2, 6, 9), False),
     ),
@@ -450,7 +427,7 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
         lambda f: f.states.of(12),
         ((2, 6, 9), False),
     ),
-    "ids at the top are boundaries": ("eagle3", keyed("", of=original), lambda f: f.states.of(12), ((1, 2, 4), False)),
+    "ids at the top are boundaries": ("eagle3", original, lambda f: f.states.of(12), ((1, 2, 4), False)),
     "plain ids in eagle_config are boundaries": (
         "eagle3",
         both(flat, lambda config, tensors: config.update(eagle_config={"layer_ids": [1, 2, 4]})),
@@ -477,14 +454,19 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
     "speculators' sliding layers": ("dflash-window", change(), lambda f: f.bidirectional, (False, True)),
     "speculators' sliding layers by default": (
         "dflash-window-both",
-        keyed("sliding_window_non_causal"),
+        change(without="sliding_window_non_causal"),
         lambda f: f.bidirectional,
         (False, True),
     ),
     "z-lab's sliding layers": ("dflash-window", zlab, lambda f: f.bidirectional, (True, True)),
     "z-lab's windows": ("dflash-window", zlab, lambda f: f.window_from_anchor, False),
-    "DFlash drafts masked rows": ("dflash", keyed("sample_from_anchor"), lambda f: f.from_anchor, False),
-    "DSpark drafts from the anchor": ("dspark-mask-rows", keyed("sample_from_anchor"), lambda f: f.from_anchor, True),
+    "DFlash drafts masked rows": ("dflash", change(without="sample_from_anchor"), lambda f: f.from_anchor, False),
+    "DSpark drafts from the anchor": (
+        "dspark-mask-rows",
+        change(without="sample_from_anchor"),
+        lambda f: f.from_anchor,
+        True,
+    ),
     "DFlash without its ids' count": (
         "dflash",
         both(zlab, lambda config, tensors: config.update(output_multiplier=2.0)),

@@ -21,7 +21,7 @@ from tests.backends.metal.emulator.errors import (
     ResourceError,
     Uninitialised,
 )
-from tests.backends.metal.emulator.knobs import ORDERS, Knobs, some_knobs
+from tests.backends.metal.emulator.knobs import ORDERS, Knobs
 
 __all__ = [
     "ORDERS",
@@ -40,6 +40,5 @@ __all__ = [
     "ResourceError",
     "Uninitialised",
     "emulate",
-    "some_knobs",
     "unavailable",
 ]

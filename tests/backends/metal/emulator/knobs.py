@@ -28,12 +28,3 @@ class Knobs:
     guard: Literal["front", "back"] = attrs.field(default="back", validator=attrs.validators.in_(("front", "back")))
     seed: int = 0
     seconds: int = 60
-
-
-def some_knobs() -> tuple[Knobs, ...]:
-    """Every order, with contraction and without, in few runs."""
-    return (
-        Knobs(),
-        Knobs(order="descending", contract=True, guard="front"),
-        Knobs(order="random", contract=True, seed=1),
-    )
