@@ -81,16 +81,16 @@ def build(config: RunConfig) -> LanguageModel:
 
 
 def _named(choice: Choice) -> DrafterPart | None:
-    """The drafter that is chosen, or None where the target's checkpoint decides.
+    """The drafter that is chosen, or None where the target's checkpoint decides."""
+    if choice.drafts_with_a_model:
+        return DrafterPart.of(behind_a_look_up(choice))
+    return None if choice.name == "auto" else DrafterPart.of(choice)
 
-    A draft model without a drafter's name is asked where a look-up finds no long match, which costs nothing.
-    """
-    if choice.name != "auto":
-        return DrafterPart.of(choice)
-    if not choice.drafts_with_a_model:
-        return None
-    chain = [LOOK_UP, {"name": "draft_model", **choice.options}]
-    return DrafterPart.of(Choice("first_of", {"drafters": chain}, source=choice.source))
+
+def behind_a_look_up(choice: Choice) -> Choice:
+    """The chain for a draft model without a drafter's name: it is asked where a look-up, which costs nothing, finds no
+    long match."""
+    return Choice("first_of", {"drafters": [LOOK_UP, {"name": "draft_model", **choice.options}]}, source=choice.source)
 
 
 def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:

@@ -258,8 +258,11 @@ class Colours:
 def _trace(file: pathlib.Path, lm: LanguageModel) -> TraceWriter:
     """A recording of the generation. Raises: UnsupportedError if the file cannot be opened."""
     from specdec.hosting import TraceWriter
+    from specdec.pipeline import behind_a_look_up
 
-    named = lm.config.drafter
-    drafter = named if named.name == lm.drafter.spec.name else Choice(lm.drafter.spec.name)
-    facts = {"model": lm.config.target.model, "verifier": lm.config.verifier.name}
-    return TraceWriter(file, host="specdec", drafter=drafter, vocab_size=lm.info.vocab_size, **facts)
+    drafter = lm.config.drafter
+    if drafter.name == "auto":
+        drafter = behind_a_look_up(drafter) if drafter.drafts_with_a_model else Choice(lm.drafter.spec.name)
+    model, verifier = lm.config.target.model, lm.config.verifier.name
+    size = lm.info.vocab_size
+    return TraceWriter(file, host="specdec", drafter=drafter, vocab_size=size, model=model, verifier=verifier)

@@ -94,13 +94,14 @@ def names_of(spec: Spec) -> tuple[str, ...]:
 
 def check_specs(info: KindInfo, result: object) -> list[Spec]:
     """A hook's result as a list of specs. Raises: PluginError when it is something else, or a spec has no name."""
-    specs = result if isinstance(result, list | tuple) else [result]
+    listed = isinstance(result, list | tuple)
+    specs: list[Any] = list(result) if listed else [result]  # type: ignore[call-overload]
     wrong = [spec for spec in specs if not isinstance(spec, info.spec)]
-    if specs is not result or wrong:
+    if not listed or wrong:
         other = wrong[0] if wrong else result
         got = f"the class {other.__name__}" if isinstance(other, type) else typed(other)
         raise PluginError(f"{info.hook} returns a list of {info.spec.__name__}, got {got}")
     for spec in specs:
         if not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
             raise PluginError(f"{info.spec.__name__} {spec.name!r}: a name is a word other than 'auto'")
-    return list(specs)
+    return specs

@@ -137,7 +137,7 @@ class Loader:
         self.lock = ForkSafeLock()
         self._importing = False
         installed = self._installed() if entry_points is None else map(_of_entry_point, entry_points)
-        self._waiting = [installed, map(_of_built_in, tuple(built_ins))]
+        self._waiting: list[Iterable[Plugin]] = [installed, map(_of_built_in, tuple(built_ins))]
 
     def advance(self, *, built_ins: bool) -> None:
         """Admit the installed plugins, and the built-ins if asked; continues where an interruption ended it."""
@@ -147,7 +147,8 @@ class Loader:
             self._importing = True
             try:
                 for number in range(1 + built_ins):
-                    self._waiting[number] = queue = list(self._waiting[number])
+                    queue = list(self._waiting[number])
+                    self._waiting[number] = queue
                     while queue:
                         outcome = self.admit(queue[0])
                         del queue[0]
