@@ -615,7 +615,8 @@ class DraftNoise(enum.Enum):
     """Separate noise, with the draft's distribution handed over: what a ratio test needs."""
 
 
-def _same_depth(drafter: str, depth: int) -> int:
+def same_depth(drafter: str, depth: int) -> int:
+    """``Context.depth_of`` where the depth is fixed."""
     return depth
 
 
@@ -648,7 +649,7 @@ class Context(Sequence[int]):
         self.generated_from = generated_from
         self.cycle = cycle
         self.draft_noise = draft_noise
-        self.depth_of: Callable[[str, int], int] = _same_depth
+        self.depth_of: Callable[[str, int], int] = same_depth
 
     def seen(self) -> Seen:
         """The distinct tokens so far; counted once, and then only what is new."""

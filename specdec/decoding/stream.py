@@ -15,7 +15,7 @@ from typing import Self
 import attrs
 
 from specdec.config import GenerationConfig
-from specdec.contract import CycleRecord, DepthPolicy, ForwardOutput
+from specdec.contract import CycleRecord, DepthPolicy, ForwardOutput, same_depth
 from specdec.decoding.cycle import PassRequest, cycle
 from specdec.decoding.parts import Parts, language_model, make_sampling
 from specdec.decoding.result import Result, RunStats
@@ -206,7 +206,7 @@ class Stream:
         sequence.context.generated_from = len(self._prompt)
         sequence.logprobs = []
         policy = lm.depth.make()
-        sequence.context.depth_of = policy.depth_of if self._depth is None else lambda drafter, depth: depth
+        sequence.context.depth_of = policy.depth_of if self._depth is None else same_depth
         started = perf_counter()
         for _ in () if self.stopping else prefill_chunks(sequence, stats):
             yield ""

@@ -353,8 +353,9 @@ class AdaptivePolicy(DepthPolicy):
             return "drafting has lost what it may for now; it is tried again later"
         best = max(drafters, key=lambda one: one.gain)
         rates = best.rates.by_depth
+        depth = max(range(1, len(rates)), key=lambda depth: rates[depth])
         return (
-            f"plain decoding is faster here: depth {rates.index(max(rates[1:]))} would give {best.gain:.2f} times "
+            f"plain decoding is faster here: depth {depth} would give {best.gain:.2f} times "
             f"its rate (acceptance at position 0: {best.rates.first_acceptance:.2f})"
         )
 
