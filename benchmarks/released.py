@@ -33,10 +33,10 @@ from benchmarks.released_page import WITH_DRAFT, page
 from specdec.checkpoints import locate
 from specdec.config import Choice, TargetConfig
 from specdec.contract import PrepareEnv
-from specdec.decoding.parts import DrafterPart
 from specdec.measuring import choose_prompts, load_prompts
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.runs import plain
+from specdec.registry.parts import DrafterPart
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 CONTEXT = 4096  # tokens of a prompt and its answer in llama.cpp

@@ -79,14 +79,12 @@ def load(
         for table, given in (("drafter", drafter), ("verifier", verifier), ("depth", depth))
         if given is not None
     }
-    return build(attrs.evolve(config, **choices))
+    return build(attrs.evolve(config, **choices).check_auto())
 
 
 def _choice(table: str, given: str | Mapping[str, Any]) -> Choice:
     named = {"name": given} if isinstance(given, str) else given
-    if table == "drafter" and "model" in named:
-        named = {"name": "auto", **named}
-    return structure_options(named, Choice, table)
+    return structure_options({"name": "auto", **named} if table == "drafter" else named, Choice, table)
 
 
 @checked()

@@ -10,30 +10,33 @@ import attrs
 from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import OTHER_HEAD, ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
-from specdec.decoding.parts import DepthPart, DrafterPart, Parts, make_verifier
+from specdec.decoding.parts import Parts
 from specdec.decoding.session import LanguageModel as LanguageModel
 from specdec.errors import UnsupportedError
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.records.cost_table import CostTable
 from specdec.registry import calling
+from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from specdec.text import Tokenizer
 
 log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
-LOOK_UP = {"name": "ngram", "min_order": 4}  # in front of a draft model
+LOOK_UP = Choice("ngram", {"min_order": 4})  # in front of a draft model
 
 
 def build(config: RunConfig) -> LanguageModel:
     """Load the target and compose the pipeline. Raises: SpecdecError with the reason."""
     verifier = make_verifier(config.verifier)  # wrong names and options fail before gigabytes of weights are read
     depth = DepthPart.of(FIXED_DEPTH if config.depth.name == "auto" else config.depth)
-    named = _named(config.drafter)
+    choice = resolved(config.drafter)
+    named = None if choice.name == "auto" else DrafterPart.of(choice)
     loaded = load_target(config)
     target, notices = loaded.target, list(loaded.notices)
-    drafter = named or DrafterPart.of(Choice("mtp" if target.info.mtp_layers else "ngram", source="drafter = auto"))
+    config = attrs.evolve(config, drafter=resolved(choice, bool(target.info.mtp_layers)))
+    drafter = named or DrafterPart.of(config.drafter)
     if isinstance(drafter.spec.needs, Needs):  # else they are known after ``prepare``
         _check_needs(drafter, drafter.spec.needs, target)
 
@@ -80,17 +83,20 @@ def build(config: RunConfig) -> LanguageModel:
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
 
 
-def _named(choice: Choice) -> DrafterPart | None:
-    """The drafter that is chosen, or None where the target's checkpoint decides."""
+def resolved(choice: Choice, head: bool | None = None) -> Choice:
+    """The drafter that ``drafter.name = "auto"`` stands for; another choice as it is.
+
+    A draft model without a drafter's name is asked where a look-up, which costs nothing, finds no long match.
+
+    Args:
+        head: whether the target has an MTP head; None if that is not known yet, and then "auto" may stay.
+    """
     if choice.drafts_with_a_model:
-        return DrafterPart.of(behind_a_look_up(choice))
-    return None if choice.name == "auto" else DrafterPart.of(choice)
-
-
-def behind_a_look_up(choice: Choice) -> Choice:
-    """The chain for a draft model without a drafter's name: it is asked where a look-up, which costs nothing, finds no
-    long match."""
-    return Choice("first_of", {"drafters": [LOOK_UP, {"name": "draft_model", **choice.options}]}, source=choice.source)
+        model = Choice("draft_model", choice.options, source="drafter")  # its keys are written in that table
+        return Choice("first_of", {"drafters": (LOOK_UP, model)}, source=choice.source)
+    if choice.name != "auto" or head is None:
+        return choice
+    return Choice("mtp" if head else "ngram", source="drafter = auto")
 
 
 def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:

@@ -32,11 +32,11 @@ from specdec.contract import (
     Verdict,
     VerifierSpec,
 )
-from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
-from specdec.errors import ContractError, PluginError, SpecdecError, StateError
+from specdec.errors import PluginError, SpecdecError, StateError
 from specdec.hookspecs import hookimpl
 from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.registry import BUILT_INS, Registry, use_registry
+from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
 
@@ -338,7 +338,7 @@ def test_a_verifier_without_a_guarantee_is_refused(install: Callable[[Any], None
             return [VerifierSpec(name="odd", factory=lambda config: object())]  # type: ignore[arg-type, return-value]
 
     install(Plugin())
-    with pytest.raises(ContractError, match="which has no guarantee"):
+    with pytest.raises(PluginError, match="'odd' failed in factory: AttributeError: .*'guarantee'"):
         make_verifier(Choice("odd"))
 
 

@@ -465,10 +465,10 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
     """A language model over ``target``; ``drafter(env)`` and ``policy()`` build plugins that nobody registered."""
     from specdec.config import GenerationConfig, RunConfig, TargetConfig
     from specdec.contract import DepthPolicySpec, DrafterSpec
-    from specdec.decoding.parts import DepthPart, DrafterPart
     from specdec.drafters.none import NoDrafter
     from specdec.pipeline import LanguageModel
     from specdec.policies.fixed import FixedConfig, FixedPolicy
+    from specdec.registry.parts import DepthPart, DrafterPart
     from specdec.verifiers.strict import StrictVerifier
 
     make_drafter = drafter or (lambda env: NoDrafter(None, env))

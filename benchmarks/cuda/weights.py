@@ -29,13 +29,13 @@ from specdec.backends.ops import Ops
 from specdec.checkpoints.reader import HeadSource
 from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
 from specdec.contract import PrepareEnv
-from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.models import loading
 from specdec.models.causal_lm import CausalLM
 from specdec.models.weights import Weights
 from specdec.pipeline import LanguageModel
 from specdec.registry import registry
+from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from specdec.text import Tokenizer
 
 AGREEMENT = 0.78  # conditional, at every position: about the profile "mixed" (0.763, 0.817, 0.737, 0.863)

@@ -29,7 +29,7 @@ from specdec.cli.options import (
     read_text,
 )
 from specdec.cli.run_report import FEWEST_COMPARED, report, three_lines
-from specdec.config import Choice, GenerationConfig, RunConfig
+from specdec.config import GenerationConfig, RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -258,11 +258,7 @@ class Colours:
 def _trace(file: pathlib.Path, lm: LanguageModel) -> TraceWriter:
     """A recording of the generation. Raises: UnsupportedError if the file cannot be opened."""
     from specdec.hosting import TraceWriter
-    from specdec.pipeline import behind_a_look_up
 
-    drafter = lm.config.drafter
-    if drafter.name == "auto":
-        drafter = behind_a_look_up(drafter) if drafter.drafts_with_a_model else Choice(lm.drafter.spec.name)
-    model, verifier = lm.config.target.model, lm.config.verifier.name
-    size = lm.info.vocab_size
-    return TraceWriter(file, host="specdec", drafter=drafter, vocab_size=size, model=model, verifier=verifier)
+    config, size = lm.config, lm.info.vocab_size
+    facts = {"model": config.target.model, "verifier": config.verifier.name}
+    return TraceWriter(file, host="specdec", drafter=config.drafter, vocab_size=size, **facts)

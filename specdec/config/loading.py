@@ -15,7 +15,7 @@ import attrs
 
 from specdec.checking import Mismatch, Problem, checked, checked_fields, convert, dotted, error_of
 from specdec.config.values import PLUGIN_TABLES, Choice, RunConfig
-from specdec.errors import ConfigError, PluginError, did_you_mean, shown
+from specdec.errors import ConfigError, PluginError, shown
 from specdec.files.reading import parse_toml, read_text
 
 T = TypeVar("T")
@@ -75,17 +75,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
     config = _layered(data, str(path), wins)
     for count in range(len(wins)):  # a value that a later layer overrides is checked too
         _layered(data, str(path), wins[:count])
-    for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
-        choice: Choice = getattr(config, table)
-        if choice.name == "auto" and choice.options and not choice.drafts_with_a_model:
-            option = next(iter(choice.options))
-            raise ConfigError(
-                f"{table}.{option} is an option of a {kind}, but none is chosen: {table}.name is 'auto'."
-                f"{did_you_mean(option, ['name', *(['depth'] if table == 'depth' else [])])}",
-                asked_for_by=choice.source or None,
-                try_=f'name the {kind} it is for, such as {table}.name = "{example}"',
-            )
-    return config
+    return config.check_auto()
 
 
 def _named(override: Override) -> Override:

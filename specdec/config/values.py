@@ -10,7 +10,7 @@ import attrs
 
 from specdec.checking import FieldError, Mismatch, between, checked_fields, items_of, known_fields, one_of
 from specdec.contract import BIASES, SEED, SamplingSettings
-from specdec.errors import cut
+from specdec.errors import ConfigError, cut, did_you_mean
 
 
 def _source() -> Any:
@@ -74,6 +74,10 @@ class Choice:
         if not isinstance(name, str) or not name:
             raise FieldError(cls("?"), "name", "the name of a plugin", name)
         return cls(name, options)
+
+    def to_table(self) -> dict[str, Any]:
+        """As it is written: the inverse of ``from_table``."""
+        return {"name": self.name, **{key: _plain(value) for key, value in self.options.items()}}
 
 
 @attrs.frozen(kw_only=True, field_transformer=checked_fields)
@@ -145,20 +149,34 @@ class RunConfig:
     depth: Choice = attrs.field(factory=lambda: Choice("auto"))
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
 
+    def check_auto(self) -> RunConfig:
+        """The same. Raises: ConfigError for options beside ``name = "auto"``, which belong to no plugin."""
+        for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
+            choice: Choice = getattr(self, table)
+            if choice.name == "auto" and choice.options and not choice.drafts_with_a_model:
+                option = next(iter(choice.options))
+                raise ConfigError(
+                    f"{table}.{option} is an option of a {kind}, but none is chosen: {table}.name is 'auto'."
+                    f"{did_you_mean(option, ['name', *(['depth'] if table == 'depth' else [])])}",
+                    asked_for_by=choice.source or None,
+                    try_=f'name the {kind} it is for, such as {table}.name = "{example}"',
+                )
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data in the shape of the TOML file; ``None`` values are omitted, because TOML has no null."""
-        return {field.name: _table_of(getattr(self, field.name)) for field in attrs.fields(RunConfig)}
+        return {field.name: _plain(getattr(self, field.name)) for field in attrs.fields(RunConfig)}
 
 
-def _table_of(section: Any) -> dict[str, Any]:
-    if isinstance(section, Choice):
-        return {"name": section.name, **section.options}
-    values = {key: getattr(section, key) for key in known_fields(type(section))}
-    return {
-        key: [_table_of(v) if isinstance(v, Choice) else v for v in value] if isinstance(value, tuple) else value
-        for key, value in values.items()
-        if value is not None
-    }
+def _plain(value: Any) -> Any:
+    if isinstance(value, Choice):
+        return value.to_table()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if not attrs.has(type(value)):
+        return value
+    values = {key: getattr(value, key) for key in known_fields(type(value))}
+    return {key: _plain(item) for key, item in values.items() if item is not None}
 
 
 PLUGIN_TABLES = ("drafter", "verifier", "depth")

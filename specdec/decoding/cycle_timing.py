@@ -17,7 +17,7 @@ import torch
 from specdec.config import Choice
 from specdec.contract import ForwardPass, Needs
 from specdec.decoding.cycle import run_cycle
-from specdec.decoding.parts import Parts, make_verifier
+from specdec.decoding.parts import Parts
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import prefill
 from specdec.decoding.session import Session
@@ -26,6 +26,7 @@ from specdec.logs import get_logger
 from specdec.records import machine
 from specdec.records.cost_table import CostIdentity, CostTable, costs_folder, find_costs, read_costs, write_costs
 from specdec.registry import calling
+from specdec.registry.parts import make_verifier
 
 log = get_logger(__name__)
 

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import secrets
 import types
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import attrs
 
 from specdec.checking import Before, Mismatch, checked
 from specdec.config import Choice, GenerationConfig, GenerationSettings, RunConfig
 from specdec.contract import (
-    DepthPolicy,
-    DepthPolicySpec,
-    Drafter,
-    DrafterEnv,
-    DrafterSnapshot,
-    DrafterSpec,
     ForwardPass,
-    Guarantee,
     LogitsProcessor,
     ModelInfo,
-    Needs,
-    PrepareEnv,
     ProcessorEnv,
     ProcessorSpec,
     Sampling,
     SamplingSettings,
-    State,
     Verifier,
 )
-from specdec.errors import ConfigError, ContractError, PromptError, SpecdecError, did_you_mean, shown, typed
-from specdec.registry import calling, registry
+from specdec.errors import ConfigError, PromptError, SpecdecError, did_you_mean, shown, typed
+from specdec.registry import Kind, calling, registry
+from specdec.registry.parts import DepthPart, DrafterPart
 from specdec.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -62,84 +52,6 @@ class CallSettings(GenerationSettings, total=False):
     """A text that the output is expected to repeat; drafted from where it does, before the drafter is asked."""
     depth: int | None
     """Draft tokens per cycle, at most, in place of the depth policy; 0 is plain decoding."""
-
-
-@attrs.frozen(kw_only=True)
-class _Part:
-    """A spec with its configuration and what its ``prepare`` returned."""
-
-    spec: Any
-    config: Any = None
-    shared: Any = None
-
-    def prepared(self, env: PrepareEnv) -> Self:
-        """Run the spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
-        if self.spec.prepare is None:
-            return self
-        with calling(self.spec, "prepare"):
-            return attrs.evolve(self, shared=self.spec.prepare(self.config, env))
-
-
-@attrs.frozen(kw_only=True)
-class DrafterPart(_Part):
-    """A configured drafter; makes one drafter object per sequence."""
-
-    spec: DrafterSpec
-
-    @classmethod
-    def of(cls, choice: Choice) -> DrafterPart:
-        """The drafter that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
-        spec = registry().drafter(choice.name, asked_by=_asked_by(choice, "drafter"))
-        return cls(spec=spec, config=registry().options(spec, choice, "drafter"))
-
-    @property
-    def needs(self) -> Needs:
-        """What the drafter needs from its target; known after ``prepared``."""
-        return registry().needs_of(self.spec, self.config, self.shared)
-
-    def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
-        """A drafter for the sequence with ``state``. Raises: PluginError when its factory fails."""
-        env = DrafterEnv(target=target, state=state, shared=self.shared, saved=saved)
-        with calling(self.spec, "factory"):
-            return self.spec.factory(self.config, env)
-
-
-@attrs.frozen(kw_only=True)
-class DepthPart(_Part):
-    """A configured depth policy; makes one policy object per generation."""
-
-    spec: DepthPolicySpec
-
-    @classmethod
-    def of(cls, choice: Choice) -> DepthPart:
-        """The policy that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
-        spec = registry().depth_policy(choice.name, asked_by=_asked_by(choice, "depth"))
-        return cls(spec=spec, config=registry().options(spec, choice, "depth"))
-
-    def make(self) -> DepthPolicy:
-        """A policy for one generation. Raises: PluginError when its factory fails."""
-        arguments = (self.config,) if self.spec.prepare is None else (self.config, self.shared)
-        with calling(self.spec, "factory"):
-            return self.spec.factory(*arguments)
-
-
-def make_verifier(choice: Choice) -> Verifier:
-    """The verifier that ``choice`` names. Raises: ConfigError, UnknownNameError, PluginError."""
-    spec = registry().verifier(choice.name, asked_by=_asked_by(choice, "verifier"))
-    options = registry().options(spec, choice, "verifier")
-    with calling(spec, "factory"):
-        verifier = spec.factory(options)
-        if not isinstance(getattr(verifier, "guarantee", None), Guarantee):
-            raise ContractError(
-                f"the verifier {choice.name!r} is {typed(verifier)}, which has no guarantee",
-                takes="a specdec.Verifier",
-                try_="guarantee = specdec.Guarantee.HEURISTIC in its class",
-            )
-    return verifier
-
-
-def _asked_by(choice: Choice, table: str) -> str:
-    return f"{choice.source}, key {table}.name" if choice.source else f"{table}.name"
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -267,8 +179,7 @@ def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int)
 
 
 def _processor(choice: Choice, env: ProcessorEnv) -> LogitsProcessor:
-    spec = registry().processor(choice.name, asked_by="generation.processors")
-    options = registry().options(spec, choice, "generation.processors")
+    spec, options = registry().chosen(Kind.PROCESSOR, choice, "generation.processors")
     with calling(spec, "factory"):
         return NamedProcessor(spec, spec.factory(options, env))
 
@@ -282,18 +193,7 @@ class NamedProcessor(LogitsProcessor):
 
     def process(self, logits: Float32, history: Sequence[int]) -> Float32:
         with calling(self._spec, "process"):
-            row = self._processor.process(logits, history)
-            if (row.shape, row.dtype) != (logits.shape, logits.dtype):
-                raise ContractError(
-                    f"the logits processor {self._spec.name!r} returned {list(row.shape)} {row.dtype} from process",
-                    takes=f"an array of shape {list(logits.shape)} and dtype {logits.dtype}",
-                )
-            if not row.max() < math.inf:
-                raise ContractError(
-                    f"the logits processor {self._spec.name!r} returned logits that are not finite from process",
-                    takes="finite logits, or -inf for a token that is forbidden",
-                )
-        return row
+            return self._processor.process(logits, history)
 
     def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
         with calling(self._spec, "legal"):

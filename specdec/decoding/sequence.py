@@ -13,7 +13,7 @@ from specdec.contract import Context, Drafter, ForwardPass, State, Stats, Verifi
 from specdec.decoding.result import RunStats, TokenLogprobs
 from specdec.errors import SpecdecError
 from specdec.logs import get_logger
-from specdec.registry import Kind, calling, checked_snapshot, reason
+from specdec.registry import Kind, calling, reason
 
 log = get_logger(__name__)
 
@@ -101,8 +101,7 @@ class LiveSequence:
         if self.failure:
             return otherwise
         try:
-            answer = getattr(self.drafter, method)(*arguments)
-            return checked_snapshot(answer) if method == "snapshot" else answer
+            return getattr(self.drafter, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - drafting is optional, whatever a plugin raises
             self.switch_off(method, error)
             return otherwise

@@ -10,6 +10,8 @@ prefix alone. A drafter that withholds a draft because of the tokens it sampled 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,7 +21,6 @@ import attrs
 from specdec.config import Choice, FieldError
 from specdec.contract import (
     EMPTY_DRAFT,
-    NO_NEEDS,
     Context,
     Draft,
     Drafter,
@@ -34,10 +35,10 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, calling, checked_draft, checked_snapshot, reason, registry
+from specdec.registry import Kind, checked_draft, reason
+from specdec.registry.parts import DrafterPart
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
-_PATH = "drafter.drafters[{}]"
 
 
 def _some(owner: object, field: attrs.Attribute[Any], value: tuple[Choice, ...]) -> None:
@@ -52,17 +53,6 @@ class FirstOfConfig:
     example: ClassVar[Mapping[str, Any]] = {"drafters": [{"name": "ngram", "min_order": 2}, {"name": "mtp"}]}
 
     drafters: tuple[Choice, ...] = attrs.field(converter=tuple, validator=_some)  # [[drafter.drafters]] tables
-
-
-@attrs.frozen
-class Child:
-    """One prepared drafter. ``label`` is its name, numbered if it occurs twice."""
-
-    label: str
-    spec: DrafterSpec
-    config: Any
-    shared: Any
-    needs: Needs
 
 
 @attrs.define
@@ -87,8 +77,6 @@ class _Member:
             return None
         try:
             answer = getattr(self.drafter, method)(*arguments)
-            if method == "snapshot":
-                return checked_snapshot(answer)
             return checked_draft(answer, arguments[1], vocab_size, arguments[0])[0] if vocab_size else answer
         except Exception as error:
             if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
@@ -110,14 +98,12 @@ class FirstOfDrafter(Drafter):
     """
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
-        children: tuple[Child, ...] = env.shared
+        parts: Mapping[str, DrafterPart] = env.shared
         self._vocab_size = env.target.info.vocab_size
-        self._members: list[_Member] = []
-        for child in children:
-            own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
-            with calling(child.spec, "factory"):
-                drafter = child.spec.factory(child.config, own)
-            self._members.append(_Member(child.label, child.spec, child.needs, drafter))
+        self._members = [
+            _Member(label, part.spec, part.needs, part.make(env.target, env.state, _part(env.saved, label)))
+            for label, part in parts.items()
+        ]
         self._drafting: _Member | None = None  # whose draft is being verified
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
@@ -191,51 +177,45 @@ def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
-    """Look up, check and prepare every drafter.
+def _prepare(config: FirstOfConfig, env: PrepareEnv) -> dict[str, DrafterPart]:
+    """Look up, check and prepare every drafter; by name, numbered if it occurs twice.
 
     Raises: the error of the first unusable one, with its place in the list.
     """
     chosen = []
     for index, choice in enumerate(config.drafters):  # check all names and options first: a model may take long to load
-        path = _PATH.format(index)
-        spec = registry().drafter(choice.name, asked_by=f"{path}.name")
-        own = registry().options(spec, choice, path)
-        if isinstance(spec.needs, Needs):
-            _check_needs(spec, spec.needs, env, path)
-        chosen.append((spec, own))
-    made: list[Child] = []
-    for index, (spec, own) in enumerate(chosen):
-        number = sum(child.spec.name == spec.name for child in made) + 1
-        with _placed(index):
-            with calling(spec, "prepare"):
-                shared = None if spec.prepare is None else spec.prepare(own, env)
-            needs = registry().needs_of(spec, own, shared)
-        _check_needs(spec, needs, env, _PATH.format(index))
-        made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared, needs))
-    return tuple(made)
+        path = choice.source or f"drafter.drafters[{index}]"
+        part = DrafterPart.of(attrs.evolve(choice, source=""), path)
+        if isinstance(part.spec.needs, Needs):
+            _check_needs(part, env, path)
+        chosen.append((path, part))
+    parts: dict[str, DrafterPart] = {}
+    for path, part in chosen:
+        number = sum(other.spec.name == part.spec.name for other in parts.values()) + 1
+        with _placed(path):
+            part = part.prepared(env)
+        _check_needs(part, env, path)
+        parts[part.spec.name if number == 1 else f"{part.spec.name}#{number}"] = part
+    return parts
 
 
-def _check_needs(spec: DrafterSpec, needs: Needs, env: PrepareEnv, path: str) -> None:
-    unmet = needs.unmet(env.target.info)
+def _check_needs(part: DrafterPart, env: PrepareEnv, path: str) -> None:
+    unmet = part.needs.unmet(env.target.info)
     if unmet is not None:
+        name = part.spec.name
         raise UnsupportedError(
-            f"the drafter {spec.name!r} needs {unmet}", asked_for_by=path, try_=f"the list without {spec.name!r}"
+            f"the drafter {name!r} needs {unmet}", asked_for_by=path, try_=f"the list without {name!r}"
         )
 
 
-def _needs(config: FirstOfConfig, children: tuple[Child, ...]) -> Needs:
+def _needs(config: FirstOfConfig, parts: Mapping[str, DrafterPart]) -> Needs:
     """The union of all drafters' needs."""
-    needs = NO_NEEDS
-    for child in children:
-        needs |= child.needs
-    return needs
+    return functools.reduce(operator.or_, (part.needs for part in parts.values()))
 
 
 @contextmanager
-def _placed(index: int) -> Iterator[None]:
-    """Rewrite errors about a key of ``drafter`` to name the key in the list's table."""
-    path = _PATH.format(index)
+def _placed(path: str) -> Iterator[None]:
+    """Rewrite errors about a key of ``drafter`` to name the key in the table at ``path``."""
     try:
         yield
     except SpecdecError as error:

@@ -16,7 +16,6 @@ import numpy as np
 
 from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import Context, Draft, Drafter, ForwardOutput, ModelInfo, Needs, PrepareEnv, Stats, Verdict
-from specdec.decoding.parts import DrafterPart
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hosting.choosing import chosen_pausing
 from specdec.hosting.engines import HostState, HostTarget
@@ -25,6 +24,7 @@ from specdec.hosting.traces import TraceWriter
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.registry import checked_draft
+from specdec.registry.parts import DrafterPart
 from specdec.text.tokenizer import common_prefix
 
 log = get_logger(__name__)

@@ -89,12 +89,10 @@ class TraceWriter:
     Attributes:
         failure: why the recording ended early; None while it works.
 
-    Raises: UnsupportedError if the file cannot be opened, or ``append`` finds one that is no trace.
+    Raises: UnsupportedError if the file cannot be opened, or is there and no trace.
     """
 
-    def __init__(
-        self, path: str | Path, *, host: str, drafter: Choice, vocab_size: int, append: bool = True, **facts: Any
-    ) -> None:
+    def __init__(self, path: str | Path, *, host: str, drafter: Choice, vocab_size: int, **facts: Any) -> None:
         self._path = path
         self._requests = 0
         self._vocab_size = vocab_size
@@ -102,13 +100,13 @@ class TraceWriter:
         self.failure: UnsupportedError | None = None
         self._file: TextIO | None = None
         try:
-            if append and os.path.isfile(path):
+            if os.path.isfile(path):
                 _drop_cut_line(path)
-            self._file = open(path, "a" if append else "w", encoding="utf-8")
+            self._file = open(path, "a", encoding="utf-8")
         except OSError as error:
             raise self._cannot(error) from error
-        named = {"name": drafter.name, **drafter.options}
-        header = {"specdec": "trace", "version": VERSION, "by": __version__, "host": host, "drafter": named}
+        about = {"specdec": "trace", "version": VERSION, "by": __version__}
+        header = {**about, "host": host, "drafter": drafter.to_table()}
         self._write({**header, "vocab_size": vocab_size, **facts})
         if self.failure is not None:
             raise self.failure

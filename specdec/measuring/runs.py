@@ -11,11 +11,12 @@ import numpy as np
 from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import CycleRecord, Guarantee, Parity, Stats
-from specdec.decoding.parts import DepthPart, DrafterPart, override_generation, with_seed
+from specdec.decoding.parts import override_generation, with_seed
 from specdec.errors import PromptError, UnsupportedError
 from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt
 from specdec.pipeline import LanguageModel
+from specdec.registry.parts import DepthPart, DrafterPart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

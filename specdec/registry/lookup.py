@@ -11,27 +11,11 @@ import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from specdec.checking import checked
 from specdec.config import structure_choice
-from specdec.contract import (
-    BackendSpec,
-    Context,
-    CycleRecord,
-    DepthPolicySpec,
-    Draft,
-    DrafterSnapshot,
-    DrafterSpec,
-    DraftNoise,
-    ForwardPass,
-    ModelInfo,
-    ModelSpec,
-    Needs,
-    ProcessorSpec,
-    Verdict,
-    VerifierSpec,
-)
+from specdec.contract import BackendSpec, Context, CycleRecord, Draft, DraftNoise, ForwardPass, Verdict
 from specdec.errors import (
     MESSAGE_LIMIT,
     ContractError,
@@ -54,25 +38,16 @@ if TYPE_CHECKING:
     from specdec.config import Choice, TargetConfig
 
 
-Found = TypeVar("Found", covariant=True)
-
-
-class _Finder(Protocol[Found]):
-    """A look-up by name, as a method of the registry."""
-
-    def __call__(self, name: str, asked_by: str | None = None) -> Found: ...
-
-
-def _finder(kind: Kind, spec_type: type[Found]) -> _Finder[Found]:
+def _finder(kind: Kind) -> Any:
     @checked()
-    def find(self: Registry, name: str, asked_by: str | None = None) -> Found:
+    def find(self: Registry, name: str, asked_by: str | None = None) -> Any:
         """The spec called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
 
         Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
         """
-        return cast(Found, self._find(kind, name, asked_by))
+        return self._find(kind, name, asked_by)
 
-    return cast(_Finder[Found], find)
+    return find
 
 
 class Registry:
@@ -137,13 +112,6 @@ class Registry:
                     raise _conflict_error(kind, taken, claims, None)
             self._find_observers()
 
-    drafter = _finder(Kind.DRAFTER, DrafterSpec)
-    verifier = _finder(Kind.VERIFIER, VerifierSpec)
-    depth_policy = _finder(Kind.DEPTH_POLICY, DepthPolicySpec)
-    processor = _finder(Kind.PROCESSOR, ProcessorSpec)
-    backend = _finder(Kind.BACKEND, BackendSpec)
-    model = _finder(Kind.MODEL, ModelSpec)  # by a ``model_type``
-
     def origin_of(self, spec: Spec) -> Origin:
         """Where ``spec`` comes from; an unregistered spec belongs to this program."""
         self.load()
@@ -190,7 +158,7 @@ class Registry:
         for failure in self._loader.failures:
             raise failure.as_error() from failure.error
 
-    def _find(self, kind: Kind, name: str, asked_by: str | None) -> Spec:
+    def _find(self, kind: Kind, name: str, asked_by: str | None) -> Any:
         self.load()
         known, key = self._by_name(kind), KINDS[kind].key
         claims = known.get(name, [])
@@ -226,7 +194,20 @@ class Registry:
             try_=remedy,
         )
 
+    drafter = _finder(Kind.DRAFTER)
+    verifier = _finder(Kind.VERIFIER)
+    depth_policy = _finder(Kind.DEPTH_POLICY)
+    processor = _finder(Kind.PROCESSOR)
+    backend = _finder(Kind.BACKEND)
+    model = _finder(Kind.MODEL)  # by a ``model_type``
+
     # --- calls into plugins ------------------------------------------------------------------------------------------
+
+    def chosen(self, kind: Kind, choice: Choice, table: str) -> tuple[Any, Any]:
+        """The spec that ``choice`` names, and its options. Raises: as looking it up, and as ``options``."""
+        asked_by = f"{choice.source}, key {table}.name" if choice.source else f"{table}.name"
+        spec = self._find(kind, choice.name, asked_by)
+        return spec, self.options(spec, choice, table)
 
     def options(self, spec: Any, choice: Choice, path: str) -> Any:
         """The options of ``choice`` as the config class of ``spec``; ``path`` is their table, such as "drafter".
@@ -235,13 +216,6 @@ class Registry:
         """
         with calling(spec, "config"):
             return structure_choice(choice, spec.config, path)
-
-    def needs_of(self, spec: DrafterSpec, config: Any, shared: Any) -> Needs:
-        """What the drafter needs, for this configuration and the result of ``prepare``."""
-        if isinstance(spec.needs, Needs):
-            return spec.needs
-        with calling(spec, "needs"):
-            return spec.needs(config, shared)
 
     def unavailable(self, spec: BackendSpec) -> str | None:
         """Why the backend of this spec cannot run here, its failure to say so included; None if it can."""
@@ -258,13 +232,8 @@ class Registry:
         self.load()
         for plugin, call in reversed(self._loader.hooks("specdec_forward_pass")):  # pluggy's order: the last one first
             with calling(plugin, "specdec_forward_pass"):
-                model: Any = call(target_config=target_config)
-                if model is not None and not (isinstance(model, ForwardPass) and isinstance(model.info, ModelInfo)):
-                    raise ContractError(
-                        f"the plugin {plugin.name!r} returned {typed(model)} from specdec_forward_pass",
-                        takes="a specdec.ForwardPass with a specdec.ModelInfo, or None to decline the target",
-                    )
-            if isinstance(model, ForwardPass):
+                model: ForwardPass | None = call(target_config=target_config)
+            if model is not None:
                 return model
         return None
 
@@ -440,13 +409,6 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -
                 takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
             )
     return Draft(tokens, probs, draft.drafter), fault
-
-
-def checked_snapshot(answer: DrafterSnapshot | None) -> DrafterSnapshot | None:
-    """What ``Drafter.snapshot`` returned. Raises: ContractError for anything but a snapshot or None."""
-    if answer is not None and not isinstance(answer, DrafterSnapshot):
-        raise ContractError(f"snapshot returned {typed(answer)}", takes="a specdec.DrafterSnapshot, or None")
-    return answer
 
 
 def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import specdec
 from specdec.config import (
     Choice,
     GenerationConfig,
@@ -246,3 +247,11 @@ def test_how_tokens_are_chosen_can_be_written_in_the_file(tmp_path):
     assert "key generation.processors[0].name takes the name of a plugin" in failure("generation.processors=[{a = 1}]")
     assert "key generation.logit_bias.17 takes a number, got 'x'" in failure("generation.logit_bias={17 = 'x'}")
     assert "key generation.banned[0] takes an integer" in failure("generation.banned=['3']")
+
+
+@pytest.mark.parametrize("given", [{"max_order": 3}, {"name": "auto", "max_order": 3}])
+def test_a_program_cannot_give_options_to_no_drafter_either(given):
+    with pytest.raises(ConfigError, match="drafter.max_order is an option of a drafter, but none is chosen"):
+        specdec.load(drafter=given)
+    with pytest.raises(ConfigError, match="^key drafter.min_confidence takes 0.0 to 1.0"):  # not drafters[1] of a chain
+        specdec.load(drafter={"model": "demo", "min_confidence": 3})

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from specdec.config import Choice
-from specdec.decoding.parts import make_verifier
+from specdec.registry.parts import make_verifier
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture

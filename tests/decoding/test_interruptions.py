@@ -31,7 +31,7 @@ from specdec.contract import (
     Verdict,
 )
 from specdec.decoding.conversation import Conversation
-from specdec.decoding.parts import DrafterPart
+from specdec.registry.parts import DrafterPart
 from tests import tiny
 from tests.decoding.interrupting import Step, interrupted, steps_of
 from tests.drafters.composed import Folders, composed, load_base, scripted, write_folders

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from specdec.config import Choice
 from specdec.contract import Draft, Drafter, DrafterSpec
 from specdec.decoding import sequence
-from specdec.decoding.parts import DepthPart, DrafterPart
+from specdec.registry.parts import DepthPart, DrafterPart
 from tests import tiny
 from tests.decoding.test_sessions import CODE, load, variant
 from tests.selection import cases

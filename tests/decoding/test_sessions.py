@@ -28,10 +28,10 @@ import specdec
 from specdec.config import Choice
 from specdec.contract import Context, Draft, Drafter, DrafterSpec, LogitsProcessor, PrepareEnv, ProcessorSpec
 from specdec.decoding import session_file
-from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.decoding.sequence import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
 from specdec.registry import Registry, use_registry
+from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from tests.decoding.test_lossless import SHAPES
 from tests.selection import cases
 

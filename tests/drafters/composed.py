@@ -24,8 +24,8 @@ from specdec.contract import (
     State,
     Stats,
 )
-from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.models.loading import load_target
+from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from tests import tiny, tiny_families
 from tests.drafters.two_tokenizers import byte_level
 

@@ -32,7 +32,6 @@ from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import DrafterSubject
 from specdec.testing.scripted_session import ScriptedSession
-from tests.drafters import composed
 
 SPEC = specdec_drafters()[0]
 
@@ -253,11 +252,3 @@ def test_a_list_that_cannot_be_used_is_refused_with_the_place_in_it(folders, cas
         specdec.load(model, drafter=options, depth=2)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_a_session_is_saved_without_a_snapshot_of_a_wrong_type(base, tmp_path, monkeypatch):
-    session = attrs.evolve(base, drafter=composed.composed(base, {"name": "ngram"}).drafter).session()
-    session.feed([1, 2, 3])
-    monkeypatch.setattr(session.sequence.drafter, "snapshot", lambda context: [1])
-    session.save(tmp_path / "a.session")
-    assert "snapshot returned" in session.sequence.failure

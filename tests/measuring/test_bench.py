@@ -11,13 +11,13 @@ import pytest
 
 from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
-from specdec.decoding.parts import DepthPart, DrafterPart
 from specdec.measuring import bench as bench_module
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement, compare
 from specdec.measuring.runs import Run, generate
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
+from specdec.registry.parts import DepthPart, DrafterPart
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.measuring.test_acceptance import PROMPT, Scripted, prompts

@@ -9,12 +9,12 @@ import attrs
 import pytest
 
 from specdec.config import Choice
-from specdec.decoding.parts import make_verifier
 from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
 from specdec.measuring.passive import passive
 from specdec.measuring.runs import at_depth, generate, plain
 from specdec.records.cost_table import CostTable
+from specdec.registry.parts import make_verifier
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture

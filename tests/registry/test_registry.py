@@ -224,17 +224,10 @@ def test_the_first_forward_pass_wins_and_a_failing_one_is_named():
         def specdec_forward_pass(self, target_config):
             raise RuntimeError("no engine")
 
-    class Wrong:
-        @hookimpl
-        def specdec_forward_pass(self, target_config):
-            return "a model"
-
     target = types.SimpleNamespace(model="demo")
     assert Registry((Leaves(),), entry_points=()).forward_pass(target) is None
     with pytest.raises(PluginError, match="'Breaks' failed in specdec_forward_pass: RuntimeError: no engine"):
         Registry((Leaves(), Breaks()), entry_points=()).forward_pass(target)
-    with pytest.raises(PluginError, match=r"the plugin 'Wrong' returned 'a model' \(str\) from specdec_forward_pass"):
-        Registry((Wrong(),), entry_points=()).forward_pass(target)
 
 
 def test_strict_comes_from_the_environment(ship, monkeypatch):

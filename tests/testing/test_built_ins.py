@@ -16,7 +16,7 @@ from specdec.config import Choice
 from specdec.contract import ForwardPass, Needs, PrepareEnv, Sampling
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig
 from specdec.drafters.draft_model import specdec_drafters as draft_model_specs
-from specdec.drafters.first_of import Child, FirstOfConfig
+from specdec.drafters.first_of import FirstOfConfig
 from specdec.drafters.first_of import specdec_drafters as first_of_specs
 from specdec.drafters.mtp import specdec_drafters as mtp_specs
 from specdec.processors.grammar import GrammarConfig
@@ -61,7 +61,7 @@ def first_of(*choices: Choice) -> DrafterSubject:
     config = FirstOfConfig(drafters=choices)
     needs = Needs(mtp=any(choice.name == "mtp" for choice in choices))
 
-    def prepare(target: ForwardPass) -> tuple[Child, ...]:
+    def prepare(target: ForwardPass) -> Any:
         def load(asked):
             return second_model(target.info.vocab_size), letters("a", "b", "c")
 

@@ -15,12 +15,12 @@ import torch
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.contract import Context, LogitsProcessor, PrepareEnv, Sampling
 from specdec.decoding.cycle import run_cycle
-from specdec.decoding.parts import DrafterPart, make_verifier
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import LiveSequence, prefill
 from specdec.errors import ConfigError, UnsupportedError, shown
 from specdec.hosting import TraceWriter
 from specdec.models.loading import load_target
+from specdec.registry.parts import DrafterPart, make_verifier
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
