@@ -12,7 +12,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
-from specdec.cli.options import SAMPLE_PROMPT, TEXT, Number, configured
+from specdec.cli.options import SAMPLE_PROMPT, TEXT, Number, configured, integer
 from specdec.config import RunConfig
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.serving.address import is_loopback
@@ -62,9 +62,7 @@ def served_name(model: str) -> str:
     type=TEXT,
     help="Address to listen on; other than loopback needs --api-key.",
 )
-@click.option(
-    "--port", default=8000, type=click.IntRange(0, 65535), metavar="N", help="Port (default 8000); 0 picks a free one."
-)
+@integer("--port", "Port; 0 picks a free one", 8000, low=0, high=65535)
 @click.option(
     "--api-key",
     envvar="SPECDEC_API_KEY",
@@ -80,40 +78,18 @@ def served_name(model: str) -> str:
     multiple=True,
     help="The model's name in requests (default: its own), repeatable.",
 )
-@click.option(
-    "--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Maximum waiting requests (default 16)."
-)
-@click.option(
-    "--parallel",
-    default=4,
-    type=click.IntRange(1, 256),
-    metavar="N",
-    help="Requests generated at once (default 4). Each has the text that it has alone.",
-)
-@click.option(
-    "--most-tokens",
-    default=4096,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Maximum tokens per response (default 4096).",
-)
-@click.option("--most-prompt", type=click.IntRange(min=1), metavar="N", help="Maximum tokens per prompt.")
-@click.option(
-    "--keep",
-    "keep_mib",
-    default=1024,
-    type=click.IntRange(min=0),
-    metavar="MIB",
-    help="Memory for idle sessions (default 1024).",
-)
-@click.option(
+@integer("--queue", "Maximum waiting requests", 16, low=0, high=10_000)
+@integer("--parallel", "Requests generated at once, each with the text that it has alone", 4, high=256)
+@integer("--most-tokens", "Maximum tokens per response", 4096)
+@integer("--most-prompt", "Maximum tokens per prompt")
+@integer("--keep", "MiB of memory for idle sessions", 1024, low=0)
+@integer(
     "--answers",
-    "answer_tokens",
-    default=0,
-    type=click.IntRange(0, 1_000_000),
-    metavar="N",
-    help="Draft from the last N tokens of finished answers too (default 0). Clients can tell from the time what others "
-    "were answered: only for clients that trust each other.",
+    "Draft from the last N tokens of finished answers too. Clients can tell from the time what others were answered: "
+    "only for clients that trust each other",
+    0,
+    low=0,
+    high=1_000_000,
 )
 @click.option("--engine", type=click.Choice(["specdec", "vllm"]), default="specdec", help="vllm: print its command.")
 @click.option("--run", "start", is_flag=True, help="With --engine vllm: replace this process with it.")
@@ -134,8 +110,8 @@ def serve(
     parallel: int,
     most_tokens: int,
     most_prompt: int | None,
-    keep_mib: int,
-    answer_tokens: int,
+    keep: int,
+    answers: int,
     engine: str,
     start: bool,
     grace: float,
@@ -178,12 +154,7 @@ def serve(
             lm=lm,
             names=names,
             engine=Engine(
-                lm,
-                metrics,
-                most_waiting=queue,
-                parallel=parallel,
-                kept_bytes=keep_mib * 2**20,
-                answer_tokens=answer_tokens,
+                lm, metrics, most_waiting=queue, parallel=parallel, kept_bytes=keep * 2**20, answer_tokens=answers
             ),
             metrics=metrics,
             limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),

@@ -13,7 +13,6 @@ import attrs
 import numpy as np
 
 from specdec.contract import Context, Draft, DraftNoise, Guarantee, Logits, Verdict, Verifier, VerifierSpec
-from specdec.errors import ContractError
 from specdec.hookspecs import hookimpl
 from specdec.sampling import Purpose, Rows, draw, uniforms
 from specdec.verifiers.strict import StrictVerifier, check_rows
@@ -49,7 +48,6 @@ class RejectionVerifier(Verifier):
             return self._greedy.verify(draft, logits, context)
         rows = Rows(logits, draft.tokens, context)
         count, start = len(draft.tokens), len(context)
-        _check_honest(draft)
 
         def noise(row: int, purpose: Purpose) -> float:
             return float(uniforms(sampling.seed, start + row, purpose, np.zeros(1, np.int64), context.cycle)[0])
@@ -125,18 +123,6 @@ def _point_mass(token: int, like: Float64) -> Float64:
 def _wide(distribution: Float64Like) -> Float64:
     """Converts float32 to float64; leaves fractions (used in tests) unchanged."""
     return distribution.astype(np.float64) if distribution.dtype == np.float32 else cast("Float64", distribution)
-
-
-def _check_honest(draft: Draft) -> None:
-    """Raises: ContractError for a token with probability 0 in its own draft distribution."""
-    if draft.probs is None:
-        return
-    for row, token in enumerate(draft.tokens):
-        if not draft.probs[row][token] > 0:
-            raise ContractError(
-                f"draft token {token} at lookahead position {row} has probability 0 in the draft's own distribution",
-                try_="a drafter that returns the distribution it drew from, or none for point masses",
-            )
 
 
 @hookimpl
