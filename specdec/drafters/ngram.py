@@ -32,32 +32,35 @@ class NgramIndex:
 
     Args:
         longest, shortest: tokens of the n-grams.
+
+    Attributes:
+        tokens: the text.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._orders = range(longest, shortest - 1, -1)
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._followers: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where its continuations start, ascending
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         for token in tokens:
-            self._tokens.append(token)
+            self.tokens.append(token)
             for gram in self._ending_here():
-                self._followers.setdefault(gram, []).append(len(self._tokens))
+                self._followers.setdefault(gram, []).append(len(self.tokens))
 
     def cut(self, length: int) -> None:
         """Forget the text from position ``length`` on."""
-        while len(self._tokens) > length:
+        while len(self.tokens) > length:
             for gram in self._ending_here():
                 starts = self._followers[gram]
                 starts.pop()
                 if not starts:
                     del self._followers[gram]
-            self._tokens.pop()
+            self.tokens.pop()
 
     def starts(self, context: Sequence[int]) -> Sequence[int]:
         """The positions after the longest suffix of ``context`` that is an n-gram of the text, ascending."""
@@ -68,7 +71,7 @@ class NgramIndex:
 
     def _ending_here(self) -> list[tuple[int, ...]]:
         """The n-grams that end with the last indexed token."""
-        return [tuple(self._tokens[-order:]) for order in self._orders if order <= len(self._tokens)]
+        return [tuple(self.tokens[-order:]) for order in self._orders if order <= len(self.tokens)]
 
 
 class NgramDrafter(Drafter):

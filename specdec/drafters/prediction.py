@@ -7,7 +7,6 @@ place ahead first. The drafts are point masses and depend on the committed token
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 
 from specdec.drafters.ngram import NgramIndex
@@ -25,7 +24,7 @@ class PredictedText:
     """
 
     def __init__(self, tokens: Sequence[int], begin: int) -> None:
-        self._tokens = tuple(tokens)
+        self._tokens = list(tokens)
         self._known = begin  # tokens of the sequence that ``_at`` takes into account
         self._at = 0  # in the prediction: where the output continues, or did last
         self._follows = True
@@ -35,7 +34,7 @@ class PredictedText:
 
     def draft(self, context: Sequence[int], most: int) -> tuple[int, ...]:
         """At most ``most`` tokens to follow ``context``, which is longer in every call."""
-        new = tuple(context[self._known :])
+        new = context[self._known :]
         self._known = len(context)
         if self._follows and self._tokens[self._at : self._at + len(new)] == new:
             self._at += len(new)
@@ -44,7 +43,7 @@ class PredictedText:
         else:
             self._rejoin(context)
             self._length = FIRST_DRAFT
-        draft = self._tokens[self._at : self._at + min(self._length, most)] if self._follows else ()
+        draft = tuple(self._tokens[self._at : self._at + min(self._length, most)]) if self._follows else ()
         self._drafted = len(draft)
         return draft
 
@@ -63,39 +62,24 @@ class Answers:
     """The last tokens of finished answers, which new ones may repeat. For one thread.
 
     Args:
-        most: tokens that are remembered; the oldest answers make room.
+        most: tokens that are remembered; the older half makes room.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._answers: deque[tuple[int, ...]] = deque()
-        self._after: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}  # suffix -> the newest answer, and place
-        self.size = 0
+        self.index = NgramIndex(LONGEST, LONGEST)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Remember an answer; of one that is too long, its end."""
-        answer = tuple(tokens[-self._most :])
-        if len(answer) <= LONGEST:
-            return
-        self._answers.append(answer)
-        self.size += len(answer)
-        for at in range(LONGEST, len(answer)):
-            self._after[answer[at - LONGEST : at]] = answer, at
-        while self.size > self._most:
-            oldest = self._answers.popleft()
-            self.size -= len(oldest)
-            for at in range(LONGEST, len(oldest)):
-                suffix = oldest[at - LONGEST : at]
-                if suffix in self._after and self._after[suffix][0] is oldest:
-                    del self._after[suffix]
-
-    def after(self, context: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """The newest answer that has the last tokens of ``context``, and the place behind them."""
-        return self._after.get(tuple(context[-LONGEST:]))
+        known = self.index.tokens
+        if len(known) + len(tokens) > self._most:
+            self.index = NgramIndex(LONGEST, LONGEST)
+            self.index.extend(known[max(len(known) - self._most // 2, 0) :])
+        self.index.extend(tokens[-(self._most - len(self.index.tokens)) :])
 
 
 class RepeatedAnswer(PredictedText):
-    """Follows whichever finished answer the output repeats."""
+    """Follows whichever finished answer the output repeats, the newest one of several."""
 
     def __init__(self, answers: Answers, begin: int) -> None:
         super().__init__((), begin)
@@ -103,7 +87,8 @@ class RepeatedAnswer(PredictedText):
         self._follows = False
 
     def _rejoin(self, context: Sequence[int]) -> None:
-        found = self._answers.after(context)
-        self._follows = found is not None
-        if found is not None:
-            self._tokens, self._at = found
+        index = self._answers.index
+        starts = index.starts(context)
+        self._follows = bool(starts)
+        if starts:
+            self._tokens, self._at = index.tokens, starts[-1]

@@ -8,7 +8,7 @@ import pytest
 from serving import serving
 
 from specdec.contract import Guarantee, Parity
-from specdec.drafters.prediction import LONGEST, Answers
+from specdec.drafters.prediction import Answers
 from specdec.errors import ConfigError
 from specdec.serving import sessions
 from specdec.serving.engine import Engine
@@ -78,16 +78,16 @@ def test_drafts_from_answers_are_refused_where_they_could_change_the_output():
 
 
 def test_answers_are_remembered_within_their_bound():
-    answers = Answers(30)
-    for start in range(0, 100, 10):
+    answers = Answers(40)
+    for start in range(0, 200, 10):
         answers.add(range(start, start + 10))
-        assert answers.size <= 30
-    assert answers.after([0, 72, 73, 74, 75, 76, 77]) == (tuple(range(70, 80)), 8)
-    assert answers.after(range(60, 68)) is None
-    answers.add(range(200, 300))  # the end of one that is too long, in place of all others
-    assert answers.after(range(280, 290)) == (tuple(range(270, 300)), 20)
-    assert answers.after(range(80, 88)) is None
-    assert answers.size == len(answers._after) + LONGEST == 30  # nothing is left of the others
+        assert len(answers.index) <= 40
+    assert answers.index.tokens[-10:] == [*range(190, 200)]
+    assert [answers.index.tokens[at] for at in answers.index.starts([0, *range(182, 188)])] == [188]
+    assert not answers.index.starts(range(60, 68))
+    answers.add(range(200, 300))  # the end of one that is too long
+    assert answers.index.tokens[-20:] == [*range(280, 300)]
+    assert len(answers.index) == 40
 
 
 @pytest.mark.parametrize("tokens", [0, 1000])
