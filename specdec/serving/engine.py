@@ -288,7 +288,7 @@ class Engine:
 
     def _failed(self, turn: Turn, error: BaseException) -> None:
         self.forget(turn)
-        if isinstance(error, UnsupportedError):  # what the request asks for cannot be done, such as a grammar
+        if isinstance(error, ConfigError | UnsupportedError):  # what the request asks for cannot be done
             turn.send(Refusal.of(error))
         elif isinstance(error, SpecdecError):
             turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))

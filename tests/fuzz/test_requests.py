@@ -51,6 +51,17 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (TEXT, {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 1, "origins": True, "speculation": {"depth": 1}}),
     (TEXT, {"prompt": "a", "max_tokens": 1, "prediction": {"type": "content", "content": "b"}, "user": "me"}),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "assistant", "content": "x", "reasoning_content": "y", "name": "z"}, *ASK["messages"]],
+            **{"max_completion_tokens": 2, "min_tokens": 1, "reasoning_effort": "low", "metadata": {"a": "b"}, "n": 1},
+            **{"min_p": 0.1, "top_k": 5, "repetition_penalty": 1.1, "presence_penalty": 0.5, "ignore_eos": True},
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    ),
     ("/tokenize", {"messages": ASK["messages"], "chat_template_kwargs": {"enable_thinking": True}}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 )

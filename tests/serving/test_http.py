@@ -282,9 +282,9 @@ def test_metrics_count_acceptance_by_position(server):
 
 
 def test_an_api_key_is_asked_for_everywhere_but_for_the_health():
-    """The server also has two names, and a verifier that is not exact: it keeps no session."""
-    names = ("--served-model-name", "first", "--served-model-name", "second")
-    with serving("--host", "0.0.0.0", *names, "--verifier", "margin", key="a-secret-key") as server:
+    """The server also has two names, bans the end, and has a verifier that is not exact: it keeps no session."""
+    options = ("--served-model-name", "first", "--served-model-name", "second", "--verifier", "margin")
+    with serving("--host", "0.0.0.0", *options, "-s", "generation.banned=[0,1,2,3,4]", key="a-secret-key") as server:
         models = json.loads(server.request("GET", "/v1/models")[2])["data"]
         assert [model["id"] for model in models] == ["first", "second"]
         assert server.request("GET", "/v1/models", headers={"Host": "my.box:80"})[0] == 200  # it has names of its own
@@ -297,6 +297,8 @@ def test_an_api_key_is_asked_for_everywhere_but_for_the_health():
         assert server.request("GET", "/health", headers={"Authorization": ""})[0] == 200
         assert server.post(CHAT, {**ASK, "model": "second"})[2]["model"] == "second"
         assert server.metric("specdec_sessions_kept") == 0
+        status, _, answer = server.post(CHAT, schema({"const": 1}))
+        assert "no token is allowed here" in check_error(status, json.dumps(answer), {400})["message"]
 
 
 def test_sessions_are_kept_within_their_bound(server):
