@@ -6,6 +6,7 @@ run by default is said by ``addopts`` in ``pyproject.toml``.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pathlib
@@ -28,6 +29,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():  # triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.disable()  # until the tests are collected: what that makes stays, and full collections of it take half a second
+
 # A shell that starts the suite in the background has it ignore Ctrl-C, and tests interrupt what they run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,6 +52,11 @@ settings.register_profile("dev", max_examples=12, stateful_step_count=12, derand
 settings.register_profile("ci", max_examples=60, stateful_step_count=30, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=60, stateful_step_count=30, **_COMMON)  # other cases every run
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:

@@ -306,7 +306,7 @@ def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("share", [pytest.param(16, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [pytest.param(64, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_an_odd_value_is_refused_or_means_the_plain_one(
     call: Call, share: int, lm: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from specdec.contract import Needs
 from tests.comparisons import record
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
+from tests.selection import cases
 from tests.tiny_families import FAMILIES, SHAPES
 
 Float64 = NDArray[np.float64]
@@ -282,7 +283,7 @@ def test_chained_modules_draft_as_the_oracle_whatever_happened_before(
     check(run, oracle, 5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=["float32"], mark="slow"))
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_pairs_leave_the_same_bits_however_they_are_fed(
     family: str, name: str, dtype: str, kernels: str, make_target: Callable[..., Any]

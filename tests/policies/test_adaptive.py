@@ -255,6 +255,7 @@ def test_generations_side_by_side_do_not_disturb_each_other():
 
 
 @parametrize_checks(depth_policy=specdec_depth_policies()[0])
+@pytest.mark.slow
 def test_the_clauses_with_a_table(check):
     check()
 

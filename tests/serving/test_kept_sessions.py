@@ -14,6 +14,7 @@ from specdec.serving import sessions
 from specdec.serving.engine import Engine
 from specdec.serving.metrics import Metrics
 from specdec.serving.sessions import Sessions
+from tests.selection import cases
 
 PROMPTS = [[number, *range(10, 30)] for number in range(6)]
 
@@ -90,7 +91,7 @@ def test_answers_are_remembered_within_their_bound():
     assert len(answers.index) == 40
 
 
-@pytest.mark.parametrize("tokens", [0, 1000])
+@pytest.mark.parametrize("tokens", cases([0, 1000], sample=["1000"], mark="slow"))
 def test_an_equal_request_is_drafted_from_the_first_ones_answer_if_asked_for(tokens):
     ask = {"prompt": "def add(a, b):", "max_tokens": 48, "temperature": 0.9, "seed": 5}
     with serving("--drafter", "none", "--keep", 0, "--answers", tokens) as server:

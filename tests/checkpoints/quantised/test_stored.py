@@ -23,6 +23,7 @@ from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
+from tests.selection import cases
 
 X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -177,7 +178,7 @@ def quantised(folder: Path, family: str, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "nvfp4 packed", "mlx-affine"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3", "qwen3_5_moe"], mark="slow"))
 def test_families_hand_over_what_is_kept(tmp_path: Path, family: str, name: str) -> None:
     """Every quantised matrix reaches ``weight`` or ``stack`` as it is stored, tables and experts too; the rest decoded.
 
