@@ -1,10 +1,13 @@
 """Draft the tokens that followed the latest earlier occurrence of the current suffix, longest suffix first.
 
-Source: prompt lookup decoding, A. Saxena 2023. The drafts are point masses; no model runs.
+A draft is at most twice as long as the suffix that matched, since short matches are often chance. It repeats itself
+where it gets to the end of the text. Source: prompt lookup decoding, A. Saxena 2023. The drafts are point masses; no
+model runs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import attrs
@@ -14,12 +17,14 @@ from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DrafterEnv, D
 from specdec.errors import ConfigError
 from specdec.hookspecs import hookimpl
 
+REACH = 2  # drafted tokens per token of the match
+
 
 @attrs.frozen(kw_only=True)
 class NgramConfig:
     """How long a suffix must be to count as a match."""
 
-    max_order: int = attrs.field(default=4, validator=between(1, 16))  # tokens of the longest suffix tried
+    max_order: int = attrs.field(default=8, validator=between(1, 16))  # tokens of the longest suffix tried
     min_order: int = attrs.field(default=2, validator=between(1, 16))  # tokens of the shortest
 
     def __attrs_post_init__(self) -> None:
@@ -62,12 +67,12 @@ class NgramIndex:
                     del self._followers[gram]
             self.tokens.pop()
 
-    def starts(self, context: Sequence[int]) -> Sequence[int]:
-        """The positions after the longest suffix of ``context`` that is an n-gram of the text, ascending."""
+    def starts(self, context: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """The tokens of the longest suffix of ``context`` that is an n-gram, and the positions after it, ascending."""
         for order in self._orders:
             if order <= len(context) and (starts := self._followers.get(tuple(context[-order:]))):
-                return starts
-        return ()
+                return order, starts
+        return 0, ()
 
     def _ending_here(self) -> list[tuple[int, ...]]:
         """The n-grams that end with the last indexed token."""
@@ -83,8 +88,12 @@ class NgramDrafter(Drafter):
     def propose(self, context: Context, depth: int) -> Draft:
         # leave the last token for the next call, so that the suffix itself is not indexed yet
         self._index.extend(context[len(self._index) : len(context) - 1])
-        starts = self._index.starts(context)
-        return Draft(tuple(context[starts[-1] : starts[-1] + depth])) if starts else EMPTY_DRAFT
+        order, starts = self._index.starts(context)
+        if not starts:
+            return EMPTY_DRAFT
+        length = min(depth, REACH * order)
+        followers = context[starts[-1] : starts[-1] + length]
+        return Draft(tuple(itertools.islice(itertools.cycle(followers), length)))
 
     def rewind(self, length: int) -> None:
         self._index.cut(length)

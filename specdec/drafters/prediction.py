@@ -52,7 +52,7 @@ class PredictedText:
         if self._index is None:  # nothing is looked up in a prediction that comes true
             self._index = NgramIndex(LONGEST, SHORTEST)
             self._index.extend(self._tokens)
-        starts = self._index.starts(context)
+        _, starts = self._index.starts(context)
         self._follows = bool(starts)
         if starts:
             self._at = starts[min(bisect_left(starts, self._at), len(starts) - 1)]
@@ -88,7 +88,7 @@ class RepeatedAnswer(PredictedText):
 
     def _rejoin(self, context: Sequence[int]) -> None:
         index = self._answers.index
-        starts = index.starts(context)
+        _, starts = index.starts(context)
         self._follows = bool(starts)
         if starts:
             self._tokens, self._at = index.tokens, starts[-1]
