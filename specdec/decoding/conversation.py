@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import attrs
 
@@ -12,7 +13,6 @@ from specdec.checking import checked
 from specdec.config import structure_options
 from specdec.contract import Stats
 from specdec.decoding.parts import CallSettings, Parts
-from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, SessionFileError, SpecdecError, StateError, shown
@@ -41,8 +41,8 @@ class Conversation:
         system: a system message.
         template: further variables of the template, such as ``{"enable_thinking": False}``.
 
-    An answer's message keeps its special tokens (a template may look for them) but not the token that ended it;
-    ``Answer`` gives the text without special tokens.
+    An answer's message keeps its special tokens (a template may look for them) but not the token that ended it; the
+    stream gives the text without special tokens.
 
     An interrupted answer is kept up to its last cycle, and the next call ends one that was not read to its end. The
     turns are the only truth: whatever else the session holds is forgotten by the next call.
@@ -60,13 +60,14 @@ class Conversation:
         self._system = system
         self._turns: list[_Turn] = []
         self._session = Session(lm)
-        self._answer: Answer | None = None  # the one that is not a turn yet
+        self._asked: tuple[str, Stream] | None = None  # the last question, until its answer is a turn
         self.kept = 0
         self._render([*self.messages, {"role": "user", "content": "?"}])
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """Copies of all messages, oldest first."""
+        self._notice_end()
         made = [] if self._system is None else [{"role": "system", "content": self._system}]
         for turn in self._turns:
             made += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
@@ -85,23 +86,27 @@ class Conversation:
     @property
     def turns(self) -> int:
         """The number of answered questions."""
+        self._notice_end()
         return len(self._turns)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens of the session."""
+        self._notice_end()
         return self._session.tokens
 
     @property
     def stats(self) -> Stats:
         """Acceptance over the whole conversation."""
+        self._notice_end()
         return self._session.stats
 
     @checked(PromptError)
-    def ask(self, text: str, **settings: Unpack[CallSettings]) -> Answer:
+    def ask(self, text: str, **settings: Unpack[CallSettings]) -> Stream:
         """Add a user message and answer it; iterate over the result for text.
 
-        The turn joins the conversation when the answer ends or is stopped, unless it has no tokens yet.
+        The turn joins the conversation when the answer ends or is stopped, unless it has no tokens yet or an error
+        ended it.
 
         Args:
             text: the message.
@@ -123,8 +128,8 @@ class Conversation:
         except BaseException:
             self._settle()
             raise
-        self._answer = Answer(self, text, stream, len(prompt))
-        return self._answer
+        self._asked = text, stream
+        return stream
 
     @checked(StateError)
     def rewind(self, turns: int = 1) -> None:
@@ -161,15 +166,19 @@ class Conversation:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _notice_end(self) -> None:
+        if self._asked is not None and self._asked[1].finished:
+            self._settle()
+
     def _settle(self) -> None:
         """What every call begins with: the last answer has become a turn, and the session ends where that turn ends."""
-        answer = self._answer
-        if answer is not None:
-            result = answer.ended()
+        if self._asked is not None:
+            question, stream = self._asked
+            stream.close()
             held = self._session.tokens
-            generated = [] if answer.failed else list(held[answer.start :])
-            added = [_Turn(answer.question, self._written(generated, result), len(held))] if generated else []
-            self.__dict__.update(_turns=[*self._turns, *added], _answer=None)  # one step
+            generated = [] if stream.failed else list(held[len(stream.prompt) :])
+            added = [_Turn(question, self._written(generated, stream), len(held))] if generated else []
+            self.__dict__.update(_turns=[*self._turns, *added], _asked=None)  # one step
         end = self._turns[-1].end if self._turns else 0
         held = self._session.tokens
         if end is None:  # the prefix that the session shares with that turn as rendered now
@@ -192,93 +201,14 @@ class Conversation:
                 return [*held, *tokenizer.encode(rendered[len(text) :], add_special=False)]
         return tokenizer.encode(rendered, add_special=False)
 
-    def _written(self, tokens: list[int], result: Result | None) -> str:
+    def _written(self, tokens: list[int], stream: Stream) -> str:
         """An answer as the template should see it, special tokens such as those around its thinking included."""
-        if result is not None and result.finish_reason == "stop_string":
-            return result.text
+        with contextlib.suppress(StateError):  # an interruption of a pass leaves no result
+            if stream.result.finish_reason == "stop_string":
+                return stream.result.text
         tokenizer = self._lm.tokenizer
         body = tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens
         return tokenizer.decode(body, skip_special=False)
-
-
-class Answer:
-    """A running answer: iterate for text, then read ``result`` (which generates whatever is left).
-
-    As a context manager it ends the answer when the block is left.
-    """
-
-    def __init__(self, conversation: Conversation, question: str, stream: Stream, start: int) -> None:
-        """Args: ``start``: where the answer begins in the session."""
-        self._conversation = conversation
-        self._stream = stream
-        self.question = question
-        self.start = start
-        self.failed = False  # by an error; the turn is then forgotten
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        try:
-            return next(self._stream)
-        except StopIteration:
-            self._settle()
-            raise
-        except Exception:
-            self.failed = True
-            self._settle()
-            raise
-        except BaseException:  # Ctrl-C in the middle of a pass: the answer so far stays
-            self._settle()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _settle(self) -> None:
-        if not self.finished:
-            self._conversation._settle()
-
-    def stop(self) -> None:
-        """Ask the answer to end after the current cycle; safe from a signal handler or another thread."""
-        self._stream.stop()
-
-    def close(self) -> None:
-        """End the answer, if it has not ended, and keep what was generated."""
-        self._stream.close()
-        self._settle()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer is over, and a turn of the conversation unless it was empty or failed."""
-        return self._conversation._answer is not self
-
-    @property
-    def stopping(self) -> bool:
-        """Whether ``stop`` was called."""
-        return self._stream.stopping
-
-    def drain(self) -> None:
-        """Run to the end."""
-        for _ in self:
-            pass
-
-    @property
-    def result(self) -> Result:
-        """The result of the generation; generates what is left first."""
-        self.drain()
-        return self._stream.result
-
-    def ended(self) -> Result | None:
-        """End the generation; its result, or None if an exception ended it."""
-        self._stream.close()
-        try:
-            return self._stream.result
-        except StateError:
-            return None
 
 
 @attrs.frozen(kw_only=True)

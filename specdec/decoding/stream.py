@@ -63,6 +63,7 @@ class Stream:
         on_cycle: called with the record of every cycle; assign it before reading the first text.
         prediction: what is drafted from before the drafter is asked; likewise.
         stopping: whether ``stop`` was called.
+        failed: whether an error ended it; an interruption is none.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Stream:
         self._reason: str | None = None
         self._result: Result | None = None
         self.on_cycle: Callable[[CycleRecord], object] = lambda record: None
-        self.stopping = False
+        self.stopping = self.failed = False
         self._steps = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -196,8 +197,10 @@ class Stream:
     def _run(self) -> Generator[str | PassRequest, ForwardOutput | None, None]:
         try:
             yield from self._decode()
-        except SpecdecError as error:
-            error.tokens = tuple(self._sequence.tokens[len(self._prompt) :])
+        except Exception as error:
+            self.failed = True
+            if isinstance(error, SpecdecError):
+                error.tokens = tuple(self._sequence.tokens[len(self._prompt) :])
             raise
 
     def _decode(self) -> Generator[str | PassRequest, ForwardOutput | None, None]:

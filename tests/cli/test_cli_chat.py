@@ -38,7 +38,7 @@ def loaded_once(demo):
     load = specdec.load
 
     def cached(model=None, *, config=None, **others):
-        if config is None or config.target != demo.config.target or config.drafter != demo.config.drafter:
+        if config is None or config.target != demo.config.target or config.drafter.name != "auto":
             return load(model, config=config, **others)
         return attrs.evolve(demo, config=config)
 
@@ -115,7 +115,7 @@ def test_rewind_forgets_and_goes_another_way(demo):
 @pytest.mark.parametrize("template", [{}, {"enable_thinking": False}])
 def test_save_and_load_go_on_as_if_it_had_never_stopped(template, demo, tmp_path):
     talk = Conversation(demo, system="Be brief.", template=template)
-    talk.ask("One", max_new_tokens=15).drain()
+    list(talk.ask("One", max_new_tokens=15))
     talk.save(tmp_path / "c")
     other = Conversation(demo)
     other.load(tmp_path / "c")
@@ -137,7 +137,7 @@ def test_a_template_variable_that_is_the_conversation_s_own_is_refused(demo):
 
 def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
     talk = Conversation(demo)
-    talk.ask("One", max_new_tokens=5).drain()
+    list(talk.ask("One", max_new_tokens=5))
     before = talk.messages, talk.tokens
     session = demo.session()
     session.feed("Hello")
@@ -155,14 +155,14 @@ def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
         with pytest.raises(SessionFileError, match="conversation"):
             talk.load(tmp_path / "s")
         assert (talk.messages, talk.tokens) == before
-    talk.ask("Two", max_new_tokens=5).drain()
+    list(talk.ask("Two", max_new_tokens=5))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_an_exception_in_a_pass_leaves_a_conversation_that_goes_on(error, demo, monkeypatch):
     """The second Ctrl-C keeps what was said; a bug's exception forgets the turn."""
     talk = Conversation(demo)
-    talk.ask("One", max_new_tokens=10).drain()
+    list(talk.ask("One", max_new_tokens=10))
     before = talk.messages
     decode, passes = type(demo.target).decode, []
 
@@ -194,7 +194,7 @@ def test_an_exception_in_a_pass_leaves_a_conversation_that_goes_on(error, demo, 
 
 def test_a_refused_message_changes_nothing(demo):
     talk = Conversation(demo)
-    talk.ask("One", max_new_tokens=10).drain()
+    list(talk.ask("One", max_new_tokens=10))
     before = talk.messages, talk.tokens
     for text, settings, reason in (
         (" \n", {}, "message is empty"),
@@ -302,9 +302,9 @@ def test_system_message_and_template_variables(chat, demo):
 
 def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
     """The signal that a terminal sends, in the middle of the first answer."""
-    from specdec.decoding.conversation import Answer
+    from specdec.decoding.stream import Stream
 
-    pieces, following = [], Answer.__next__
+    pieces, following = [], Stream.__next__
 
     def counted(self):
         pieces.append(1)
@@ -312,7 +312,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return following(self)
 
-    monkeypatch.setattr(Answer, "__next__", counted)
+    monkeypatch.setattr(Stream, "__next__", counted)
     done = chat("Hello\nAnd?\n/stats\n", "-n", "300", "-s", "generation.ignore_eos=true")
     assert done.exit_code == 0
     assert done.stderr.count("(stopped; the answer so far is kept)") == 1

@@ -281,7 +281,7 @@ def test_interruptions_of_a_call_and_of_its_repair(
 # --- conversations ---------------------------------------------------------------------------------------------------
 
 TALKS: dict[str, Callable[[Conversation, pathlib.Path], Any]] = {
-    "ask": lambda talk, folder: talk.ask("the inn", max_new_tokens=8).drain(),
+    "ask": lambda talk, folder: talk.ask("the inn", max_new_tokens=8).result,
     "leave": lambda talk, folder: talk.ask("the inn", max_new_tokens=40, ignore_eos=True).close(),
     "rewind": lambda talk, folder: talk.rewind(1),
     "save": lambda talk, folder: talk.save(folder / "saved"),
@@ -292,7 +292,7 @@ TALKS: dict[str, Callable[[Conversation, pathlib.Path], Any]] = {
 def talking(lm: Any) -> Conversation:
     talk = Conversation(lm, system="be the inn")
     for text in ("in the", "the other"):
-        talk.ask(text, max_new_tokens=7).drain()
+        list(talk.ask(text, max_new_tokens=7))
     return talk
 
 
@@ -321,7 +321,7 @@ def check_talk(lm: Any, call: str, folder: pathlib.Path, step: Step) -> int:
 def test_an_interrupted_conversation(call: str, make: Callable[[str], Any], tmp_path: pathlib.Path) -> None:
     lm = make("hybrid-mtp")
     other = Conversation(lm)
-    other.ask("another", max_new_tokens=5).drain()
+    list(other.ask("another", max_new_tokens=5))
     other.save(tmp_path / "other")
     talk, first = talking(lm), talking(lm)
     TALKS[call](first, tmp_path)  # whatever is done only once

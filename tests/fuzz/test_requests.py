@@ -54,7 +54,10 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         CHAT,
         {
-            "messages": [{"role": "assistant", "content": "x", "reasoning_content": "y", "name": "z"}, *ASK["messages"]],
+            "messages": [
+                {"role": "assistant", "content": "x", "reasoning_content": "y", "name": "z"},
+                *ASK["messages"],
+            ],
             **{"max_completion_tokens": 2, "min_tokens": 1, "reasoning_effort": "low", "metadata": {"a": "b"}, "n": 1},
             **{"min_p": 0.1, "top_k": 5, "repetition_penalty": 1.1, "presence_penalty": 0.5, "ignore_eos": True},
             "tools": [{"type": "function", "function": FUNCTION}],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from specdec.errors import CheckpointError, PromptError
-from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer
+from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer, rendering
 from specdec.text.chat_template import SOURCE_LIMIT
 from specdec.text.tokenizer import MOST_GROWTH, check_parts, limited
 
@@ -318,6 +318,9 @@ def test_what_templates_of_the_hub_rely_on(tmp_path: Path, template: str, text: 
     assert with_template(tmp_path, template).apply_chat_template(HELLO) == text
 
 
+DOUBLED = "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = ? %}{% endfor %}{{ n.s | length }}"
+
+
 @pytest.mark.parametrize(
     ("template", "fact"),
     [
@@ -333,6 +336,8 @@ def test_what_templates_of_the_hub_rely_on(tmp_path: Path, template: str, text: 
         ("{{ 2**31 * messages }}", "characters"),
         ("{{ 9 ** 999999999 }}", "characters"),
         ("{{ 'a' * 10**7 }}{{ 'a' * 10**7 }}", "characters"),
+        (DOUBLED.replace("?", "n.s ~ n.s"), "characters"),
+        (DOUBLED.replace("?", "n.s + n.s"), "characters"),
         ("{% set n = namespace(a=[1]) %}{% for i in range(9999) %}{% set n.a = [n.a] %}{% endfor %}{{ n.a }}", "Error"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
@@ -342,6 +347,20 @@ def test_a_failing_template_names_its_file(tmp_path: Path, template: str, fact: 
         with_template(tmp_path, template).apply_chat_template(HELLO)
     assert fact in str(caught.value)
     assert caught.value.facts["file"] == str(tmp_path / "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        DOUBLED.replace("?", "[n.s, n.s]").replace("length", "tojson"),
+    ],
+)
+def test_a_template_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 0.05)
+    with pytest.raises(PromptError, match=r"it takes more than 0.05 seconds"):
+        with_template(tmp_path, body).apply_chat_template(HELLO)
 
 
 def test_no_template_no_chat(tmp_path: Path) -> None:
