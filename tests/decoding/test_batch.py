@@ -239,6 +239,7 @@ def test_generate_batch_keeps_at_most_so_many_and_names_each(small: Callable[...
         assert len(begun) - ended <= 2 + 1
         ended += 1
         results[number] = result
+    assert begun == [*range(6)]
     assert isinstance(results.pop(3), ValueError)
     assert {n: r.tokens for n, r in results.items()} == {
         n: lm.generate([n + 1, 5], max_new_tokens=3 + n).tokens for n in (0, 1, 2, 4, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,3 +106,13 @@ def test_settings_of_generation_config_that_are_not_used_are_listed() -> None:
     report = specdec.inspect_checkpoint("demo")
     assert report.generation_config_ignored == {"do_sample": False}
     assert "do_sample no" in CliRunner().invoke(main, ["info", "demo"]).output
+
+
+def test_the_longest_sequence_takes_nine_tenths_of_the_free_memory(
+    make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target("qwen3")
+    monkeypatch.setattr(target.ops, "free_bytes", lambda: 100_000)
+    most = target.most_tokens()
+    taken, more = (sum(cache.nbytes() for cache in target.new_state(count).caches) for count in (most, most + 1))
+    assert taken <= 90_000 < more

@@ -72,6 +72,8 @@ def test_tokens_are_coloured_by_their_origin_and_a_second_prompt_starts_anew(ope
     for prompt, kind in zip(prompts, ("text", "chat"), strict=True):
         fill(shown, prompt=prompt, kind=kind, tokens=48, temperature=0.5, seed=3)
         ended(shown)
+        assert shown.inner_text("#turns") == (prompt if kind == "chat" else "")  # the question of the text below it
+        assert shown.inner_text("#detail").startswith("Point at a token")  # nothing of the run before
         origins, want = Origins(lm.tokenizer), []
         asked = {"messages": [{"role": "user", "content": prompt}]} if kind == "chat" else {"prompt": prompt}
         stream = lm.stream(**asked, max_new_tokens=48, temperature=0.5, seed=3, logprobs=4)
@@ -79,6 +81,8 @@ def test_tokens_are_coloured_by_their_origin_and_a_second_prompt_starts_anew(ope
         assert stream.result.text == shown.inner_text("#output") or len(stream.result.text.strip())
         found = shown.eval_on_selector_all("#output .t", "all => all.map(one => [one.textContent, one.className])")
         assert found == [[one.text, f"t {one.origin}"] for one in want]
+        shown.focus("#output")
+        shown.keyboard.press("End")
         seen |= {one.origin for one in want}
     assert seen >= {"drafted", "corrected", "bonus"}
     figures = shown.inner_text("#figures")
