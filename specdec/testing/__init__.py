@@ -16,63 +16,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.testing.checks import CONTRACT, Check, check, expect, not_applicable
-    from specdec.testing.clauses import iter_checks
-    from specdec.testing.numerics import Fit, goodness_of_fit
-    from specdec.testing.pytest_plugin import parametrize_checks
-    from specdec.testing.reports import CheckFailure, Outcome, Report, Status, check_plugin, check_subjects, run_check
-    from specdec.testing.subjects import (
-        DepthPolicySubject,
-        DrafterSubject,
-        ForwardPassSubject,
-        LogitsProcessorSubject,
-        ModelFamilySubject,
-        ObserverSubject,
-        OpsSubject,
-        Subject,
-        VerifierSubject,
-        as_subject,
-    )
-    from specdec.testing.table_model import Memory, TableModel
+    from specdec.testing.checks import CONTRACT as CONTRACT
+    from specdec.testing.checks import Check as Check
+    from specdec.testing.checks import check as check
+    from specdec.testing.checks import expect as expect
+    from specdec.testing.checks import not_applicable as not_applicable
+    from specdec.testing.clauses import iter_checks as iter_checks
+    from specdec.testing.numerics import Fit as Fit
+    from specdec.testing.numerics import goodness_of_fit as goodness_of_fit
+    from specdec.testing.pytest_plugin import parametrize_checks as parametrize_checks
+    from specdec.testing.reports import CheckFailure as CheckFailure
+    from specdec.testing.reports import Outcome as Outcome
+    from specdec.testing.reports import Report as Report
+    from specdec.testing.reports import Status as Status
+    from specdec.testing.reports import check_plugin as check_plugin
+    from specdec.testing.reports import check_subjects as check_subjects
+    from specdec.testing.reports import run_check as run_check
+    from specdec.testing.subjects import DepthPolicySubject as DepthPolicySubject
+    from specdec.testing.subjects import DrafterSubject as DrafterSubject
+    from specdec.testing.subjects import ForwardPassSubject as ForwardPassSubject
+    from specdec.testing.subjects import LogitsProcessorSubject as LogitsProcessorSubject
+    from specdec.testing.subjects import ModelFamilySubject as ModelFamilySubject
+    from specdec.testing.subjects import ObserverSubject as ObserverSubject
+    from specdec.testing.subjects import OpsSubject as OpsSubject
+    from specdec.testing.subjects import Subject as Subject
+    from specdec.testing.subjects import VerifierSubject as VerifierSubject
+    from specdec.testing.subjects import as_subject as as_subject
+    from specdec.testing.table_model import Memory as Memory
+    from specdec.testing.table_model import TableModel as TableModel
 
 _MODULES = ("table_model", "numerics", "subjects", "checks", "clauses", "reports", "pytest_plugin")
 
-__all__ = [
-    "CONTRACT",
-    "Check",
-    "CheckFailure",
-    "DepthPolicySubject",
-    "DrafterSubject",
-    "Fit",
-    "ForwardPassSubject",
-    "LogitsProcessorSubject",
-    "Memory",
-    "ModelFamilySubject",
-    "ObserverSubject",
-    "OpsSubject",
-    "Outcome",
-    "Report",
-    "Status",
-    "Subject",
-    "TableModel",
-    "VerifierSubject",
-    "as_subject",
-    "check",
-    "check_plugin",
-    "check_subjects",
-    "expect",
-    "goodness_of_fit",
-    "iter_checks",
-    "not_applicable",
-    "parametrize_checks",
-    "run_check",
-]
-
 
 def __getattr__(name: str) -> Any:  # lazy: pytest imports this package in every run
-    if name in __all__:
-        for module in _MODULES:
-            found = getattr(importlib.import_module(f"specdec.testing.{module}"), name, None)
-            if found is not None:
-                return found
+    for module in () if name.startswith("_") else _MODULES:
+        found = getattr(importlib.import_module(f"specdec.testing.{module}"), name, None)
+        if found is not None:
+            return found
     raise AttributeError(f"module 'specdec.testing' has no attribute {name!r}")

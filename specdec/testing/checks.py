@@ -13,7 +13,7 @@ import random
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from time import process_time
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -59,9 +59,8 @@ class Broken(AssertionError):
         self.what, self.got, self.expected, self.case = what, got, expected, dict(case)
 
     @classmethod
-    def by(cls, error: BaseException, case: Mapping[str, object], note: str = "") -> Broken:
+    def by(cls, error: BaseException, case: Mapping[str, object]) -> Broken:
         """The failure for ``error`` in this case; unexpected exceptions are failures too."""
-        case = {**case, **({"note": note} if note else {})}
         if isinstance(error, Broken):
             return cls(error.what, got=error.got, expected=error.expected, **{**case, **error.case})
         return cls("an exception was raised", got=_one_line(error), **case)
@@ -110,32 +109,34 @@ def not_applicable(reason: str) -> NoReturn:
 # --- global generators -----------------------------------------------------------------------------------------------
 
 
-def _generator_states() -> list[Any]:
-    """The state of every global generator that a plugin could draw from; PyTorch's only if it is loaded."""
-    torch = sys.modules.get("torch")
-    states: list[Any] = [random.getstate(), repr(np.random.get_state())]
-    return states if torch is None else [*states, torch.get_rng_state().tolist()]
-
-
 @contextlib.contextmanager
 def own_generators(seed: int) -> Iterator[None]:
-    """Seed the global generators. Raises: Broken if the block moves one of them. They are restored afterwards."""
+    """Seed the global generators: PyTorch's only if it is loaded. They are restored afterwards.
+
+    Raises: Broken if the block moves one of them.
+    """
     torch = sys.modules.get("torch")
-    before, numpy_before = random.getstate(), np.random.get_state()
-    torch_before = None if torch is None else torch.get_rng_state()
+
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state(), *([] if torch is None else [torch.get_rng_state()])]
+
+    def shown() -> str:
+        return repr([one.tolist() if hasattr(one, "tolist") else one for one in states()])
+
+    before = states()
     try:
         random.seed(seed)
         np.random.seed(seed)
         if torch is not None:
             torch.manual_seed(seed)
-        states = _generator_states()
+        seeded = shown()
         yield
-        expect(_generator_states() == states, "a global generator was advanced")
+        expect(shown() == seeded, "a global generator was advanced")
     finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)
+        random.setstate(before[0])
+        np.random.set_state(before[1])
         if torch is not None:
-            torch.set_rng_state(torch_before)
+            torch.set_rng_state(before[2])
 
 
 # --- registering -----------------------------------------------------------------------------------------------------
@@ -292,15 +293,8 @@ class Run:
         self.explore(body, examples=examples, **strategies)
         runs[key] = shown
 
-    def explore(
-        self,
-        body: Callable[..., None],
-        *,
-        examples: int = 30,
-        first: Iterable[Mapping[str, Any]] = (),
-        **strategies: Any,
-    ) -> None:
-        """Call ``body`` with the ``first`` cases, then with drawn arguments; the same seed draws the same cases.
+    def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: Any) -> None:
+        """Call ``body`` with drawn arguments; the same seed draws the same cases.
 
         Raises: Broken with the smallest failing case.
         """
@@ -309,11 +303,6 @@ class Run:
         from hypothesis import strategies as st
         from hypothesis.errors import Flaky
 
-        for case in first if self.effort.factor >= 1 else ():
-            try:
-                body(**case)
-            except Broken as error:
-                raise Broken.by(error, case) from error
         failed: list[tuple[dict[str, Any], Broken]] = []
         begun, end = 0, self._end
 

@@ -9,6 +9,7 @@ from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, Forw
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import LiveSequence
+from specdec.testing.checks import expect_equal
 
 CAPACITY = 256  # tokens of a state
 MakeDrafter = Callable[[DrafterEnv], Drafter]
@@ -74,3 +75,25 @@ def plain_decoding(
 ) -> list[int]:
     """Generate ``count`` tokens after ``prompt`` without drafts, as the reference for speculation."""
     return run_engine(target, verifier, None, prompt, count, [0], sampling, capacity=capacity)[0]
+
+
+def expect_plain_output(
+    target: ForwardPass,
+    verifier: Verifier,
+    make: MakeDrafter,
+    prompt: Sequence[int],
+    count: int,
+    depths: Sequence[int],
+    sampling: Sampling,
+    *,
+    capacity: int = CAPACITY,
+    **how: Any,
+) -> RunStats:
+    """Generate with drafts; ``how`` are options of ``run_engine``.
+
+    Raises: Broken unless the tokens are those of plain decoding.
+    """
+    expected = plain_decoding(target, verifier, prompt, count, sampling, capacity)
+    got, stats = run_engine(target, verifier, make, prompt, count, depths, sampling, capacity=capacity, **how)
+    expect_equal(got, expected, "the output is not that of plain decoding")
+    return stats

@@ -1,4 +1,4 @@
-"""Statistics for checks: a chi-square test. And arrays filled with NaN."""
+"""Statistics for checks: a chi-square test."""
 
 from __future__ import annotations
 
@@ -71,19 +71,3 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
     tail = math.erfc(math.sqrt(half)) if freedom % 2 else 0.0
     powers = [freedom / 2 - i for i in range(1, freedom // 2 + 1)]
     return tail + sum(math.exp(power * math.log(half) - half - math.lgamma(power + 1)) for power in powers)
-
-
-def fill_with_nan(owner: object) -> int:
-    """Fill every writable floating-point array among an object's attributes with NaN; returns their number.
-
-    For buffers whose contents must not matter: reading one makes the result NaN.
-    """
-    filled = 0
-    for array in vars(owner).values():
-        if isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating):
-            array.fill(np.nan)
-            filled += 1
-        elif hasattr(array, "is_floating_point") and array.is_floating_point():
-            array.fill_(math.nan)
-            filled += 1
-    return filled

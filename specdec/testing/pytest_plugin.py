@@ -32,19 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_collectionfinish() -> str | list[str]:
-    """One line with the contract, the seed and this machine's backends; nothing if the kit is not in use."""
+    """One line with the contract and the seed; nothing if the kit is not in use."""
     if "specdec.testing.checks" not in sys.modules:
         return []
-    from specdec.contract import BackendSpec
-    from specdec.registry import Kind, registry
     from specdec.testing.checks import CONTRACT
 
-    backends = []
-    for entry in registry().entries(Kind.BACKEND):
-        assert isinstance(entry.spec, BackendSpec)
-        reason = registry().unavailable(entry.spec)
-        backends.append(entry.spec.name if reason is None else f"{entry.spec.name} (not here: {reason})")
-    return f"specdec: contract {CONTRACT}, seed {_seed}, backends: {', '.join(backends) or 'none'}"
+    return f"specdec: contract {CONTRACT}, seed {_seed}"
 
 
 def parametrize_checks(

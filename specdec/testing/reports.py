@@ -92,9 +92,9 @@ def run_check(
     if error is None and known is None:
         return Outcome(check, Status.PASSED, seconds)
     if error is None:
-        status, text = Status.FAILED, f"{check.id} is listed as a known failure, and it passes"
+        text = f"{check.id} is listed as a known failure, and it passes"
         failure = CheckFailure(text, reason=known, **{"try": "take it off the list"})
-        return Outcome(check, status, seconds, str(failure), failure)
+        return Outcome(check, Status.FAILED, seconds, str(failure), failure)
     broken = Broken.by(error, {})
     failure = CheckFailure(
         f"{check.id} {check.sentence}",
@@ -106,9 +106,8 @@ def run_check(
         more=f"docs/contract/{check.subject.document}.md, clause {check.id} (contract {CONTRACT})",
     )
     failure.__cause__ = error
-    if known is not None:
-        return Outcome(check, Status.KNOWN, seconds, known, failure)
-    return Outcome(check, Status.FAILED, seconds, str(failure), failure)
+    status, detail = (Status.FAILED, str(failure)) if known is None else (Status.KNOWN, known)
+    return Outcome(check, status, seconds, detail, failure)
 
 
 SHARES = 4  # one check may take this many equal shares of the seconds
@@ -218,26 +217,15 @@ def check_subjects(
         used = process_time() - began
         if progress is not None:
             progress(f"{name}: {check.id}, {number + 1} of {len(planned)} checks, {used:.0f} of {seconds:.0f} s")
-        outcome = run_check(
-            check,
-            under_test,
-            seed=seed,
-            effort=effort,
-            # what quicker checks leave is for those after them
-            seconds=min(max(seconds - used, 0.0), SHARES * seconds / len(planned)),
-            known=known.get(check.id),
-            replay=f"{replay} --only {check.id}"
-            if replay
-            else f"check_plugin({name}, seed={seed}, effort={effort!r}, only=[{check.id!r}])",
+        again = f"check_plugin({name}, seed={seed}, effort={effort!r}, only=[{check.id!r}])"
+        share = min(max(seconds - used, 0.0), SHARES * seconds / len(planned))  # what quicker checks leave goes on
+        options: dict[str, Any] = {"seed": seed, "effort": effort, "seconds": share, "known": known.get(check.id)}
+        outcomes.append(
+            run_check(check, under_test, replay=f"{replay} --only {check.id}" if replay else again, **options)
         )
-        outcomes.append(outcome)
     order = list(iter_checks())
     outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
     return Report(name, seed, tuple(outcomes), tuple(notes))
-
-
-def _command(name: str, how: Mapping[str, Any]) -> str:
-    return f"specdec check {name} --seed {how.get('seed', 0)} --effort {how.get('effort', 'quick')}"
 
 
 @checked()
@@ -257,7 +245,8 @@ def check_plugin(
     """
     if isinstance(plugin, str):
         subjects, notes = registered_subjects(plugin, config, options)
-        how.setdefault("replay", _command(plugin, how))
+        seed, effort = how.get("seed", 0), how.get("effort", "quick")
+        how.setdefault("replay", f"specdec check {plugin} --seed {seed} --effort {effort}")
         return check_subjects(plugin, subjects, notes=notes, **how)
     kind = subject_of(plugin)
     if kind is None:

@@ -7,8 +7,7 @@ clause and the session goes on.
 from __future__ import annotations
 
 import json
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -21,7 +20,6 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DraftNoise,
-    ForwardOutput,
     ForwardPass,
     Sampling,
     Snapshot,
@@ -30,7 +28,7 @@ from specdec.contract import (
 )
 from specdec.testing.checks import Faults
 from specdec.testing.subjects import DrafterSubject
-from specdec.testing.table_model import WIDE, Memory, TableModel, WideModel
+from specdec.testing.table_model import Memory, TableModel
 
 CAPACITY = 4096
 SUM = 2e-5  # float32 rows of these vocabularies sum to 1 more closely
@@ -38,7 +36,7 @@ SUM = 2e-5  # float32 rows of these vocabularies sum to 1 more closely
 
 @attrs.frozen
 class SavedCopy:
-    """A snapshot of a session: its tokens, the target's state, the drafter's own."""
+    """What a session copies: its tokens, the target's state, the drafter's own."""
 
     tokens: list[int]
     cycles: int
@@ -54,7 +52,7 @@ class ScriptedSession:
     Attributes:
         faults: the first fault by clause.
         drafts: every draft that was handed over, and a copy of it.
-        outputs: references to every output that was handed over.
+        reports: every report that was asked for, and its JSON at that time.
     """
 
     subject: DrafterSubject
@@ -69,7 +67,7 @@ class ScriptedSession:
     cycles: int = 0
     generated_from: int = 0
     drafts: list[tuple[Draft, Draft]] = attrs.field(factory=list)
-    outputs: list[weakref.ref[ForwardOutput]] = attrs.field(factory=list)
+    reports: list[tuple[Any, str]] = attrs.field(factory=list)
 
     @classmethod
     def start(
@@ -89,19 +87,23 @@ class ScriptedSession:
         state = model.new_state(CAPACITY, needs) if snapshot is None else model.restore(snapshot, needs)
         shared = subject.prepare(model) if shared is None else shared
         drafter = subject.make(DrafterEnv(target=model, state=state, shared=shared, saved=saved))
-        faults = Faults() if faults is None else faults
-        return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, faults)
+        return cls(
+            subject,
+            model,
+            state,
+            drafter,
+            sampling or Sampling(),
+            noise,
+            shared,
+            Faults() if faults is None else faults,
+        )
+
+    def another(self, **how: Any) -> ScriptedSession:
+        """Another sequence of the same pipeline, started with the further options of ``start``."""
+        options = {name: getattr(self, name) for name in ("model", "sampling", "noise", "shared", "faults")}
+        return ScriptedSession.start(self.subject, **options, **how)
 
     # --- what is noted --------------------------------------------------------------------------------------------
-
-    def note(self, clause: str, truth: object, what: str, **facts: object) -> None:
-        """Note a fault under its clause unless ``truth``."""
-        self.faults.note(clause, truth, what, **facts)
-
-    def finished(self) -> None:
-        """Look at the drafts that were handed over before: none may have changed (D19)."""
-        for draft, copy in self.drafts:
-            self.note("D19", drafts_equal(draft, copy), "an earlier draft was changed later", got=draft, expected=copy)
 
     def _ask(self, method: str, context: Context, *arguments: Any) -> Any:
         """Call the drafter; its context, its settings and the committed state must stay as they are (D2, D12)."""
@@ -111,37 +113,34 @@ class ScriptedSession:
             return (context[:], *settings), (self.state.length, getattr(self.state, "provisional", None))
 
         (view, held), answer = now(), getattr(self.drafter, method)(*arguments)
-        (view_after, held_after) = now()
-        self.note("D2", view_after == view, f"{method} changed the context", got=view_after, expected=view)
+        (view_after, held_after), note = now(), self.faults.note
+        note("D2", view_after == view, f"{method} changed the context", got=view_after, expected=view)
         what = f"{method} ran a pass over the state of its sequence, or changed it"
-        self.note("D12", held_after == held, what, got=f"{held_after[0]} tokens", expected=f"{held[0]} tokens")
+        note("D12", held_after == held, what, got=f"{held_after[0]} tokens", expected=f"{held[0]} tokens")
         return answer
 
     def _look(self, draft: Any, depth: int) -> None:
         """The form of a draft (D1) and of its distributions (D9)."""
-        vocab = self.model.info.vocab_size
-        self.note("D1", isinstance(draft, Draft), "propose does not return a Draft", got=draft)
-        self.note("D1", isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
-        self.note("D1", len(draft.tokens) <= depth, "the draft is too long", got=draft.tokens, expected=depth)
+        vocab, note = self.model.info.vocab_size, self.faults.note
+        note("D1", isinstance(draft, Draft), "propose does not return a Draft", got=draft)
+        note("D1", isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
+        note("D1", len(draft.tokens) <= depth, "the draft is too long", got=draft.tokens, expected=depth)
         for token in draft.tokens:
-            kind = f"{token!r} of type {type(token).__name__}"
-            self.note("D1", type(token) is int, "a token is not a plain int", got=kind)
-            self.note(
-                "D1", 0 <= token < vocab, "a token is outside the vocabulary", got=token, expected=f"below {vocab}"
-            )
+            proper, what = type(token) is int and 0 <= token < vocab, "a token is not a plain int of the vocabulary"
+            note("D1", proper, what, got=f"{token!r} of type {type(token).__name__}", expected=f"below {vocab}")
         if draft.probs is None:
             return
-        probs = np.asarray(draft.probs)
-        if probs.shape != (len(draft.tokens), vocab) or probs.dtype != np.float32:
-            form = f"{probs.dtype} {probs.shape}"
-            self.note("D9", False, "probs has another shape or dtype", got=form, expected=(len(draft.tokens), vocab))
+        probs, form = np.asarray(draft.probs), (len(draft.tokens), vocab)
+        if probs.shape != form or probs.dtype != np.float32:
+            got = f"{probs.dtype} {probs.shape}"
+            note("D9", False, "probs has another shape or dtype", got=got, expected=form)
             return
         proper = bool(np.isfinite(probs).all() and (probs >= 0).all())
-        self.note("D9", proper, "a probability is negative or not finite", got=probs)
+        note("D9", proper, "a probability is negative or not finite", got=probs)
         sums = probs.sum(axis=1, dtype=np.float64)
-        self.note("D9", np.allclose(sums, 1.0, atol=SUM), "a row of probs does not sum to 1", got=sums)
+        note("D9", np.allclose(sums, 1.0, atol=SUM), "a row of probs does not sum to 1", got=sums)
         for row, token in enumerate(usable(draft, depth, vocab).tokens):
-            self.note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
+            note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
 
     # --- the calls of the engine ----------------------------------------------------------------------------------
 
@@ -163,11 +162,7 @@ class ScriptedSession:
             part = self.tokens[at : min(at + chunk, len(self.tokens) - 1)]
             output = self.model.prefill(self.state, part)
             context = self.context(at + len(part))
-            self._ask("prefill", context, context, self._seen(output))
-
-    def _seen(self, output: ForwardOutput) -> ForwardOutput:
-        self.outputs.append(weakref.ref(output))
-        return output
+            self._ask("prefill", context, context, output)
 
     def propose(self, depth: int) -> Draft:
         """Begin a cycle and return the drafter's answer, unchanged."""
@@ -184,13 +179,13 @@ class ScriptedSession:
         accepted = min(accepted, len(drafted))
         if accepted < len(drafted) and next_token == drafted[accepted]:
             next_token = (next_token + 1) % self.model.info.vocab_size  # not the rejected token
-        output = self._seen(self.model.decode(self.state, [self.tokens[-1], *drafted]))
+        output = self.model.decode(self.state, [self.tokens[-1], *drafted])
         self.model.commit(self.state, accepted + 1)
         self.tokens += [*drafted[:accepted], next_token]
         rows, context = output.need_logits().rows(), self.context()
         before = rows.copy()
         self._ask("observe", context, Verdict(accepted, next_token), output, context)
-        self.note("D19", np.array_equal(rows, before), "the logits of a pass were changed", expected=before)
+        self.faults.note("D19", np.array_equal(rows, before), "the logits of a pass were changed", expected=before)
 
     def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
         """Run a whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
@@ -202,18 +197,13 @@ class ScriptedSession:
         self.finish(draft, accepted, next_token)
         return draft
 
-    def report(self) -> str:
-        """The drafter's report as JSON; a fault of it is noted under D18."""
+    def report(self) -> None:
+        """Ask for the drafter's report (D18)."""
         report = self.drafter.report()
-        self.note("D18", isinstance(report, Mapping), "report does not return a mapping", got=report)
         try:
-            text = json.dumps(dict(report), allow_nan=False)
+            self.reports.append((report, json.dumps(dict(report), allow_nan=False)))
         except (TypeError, ValueError, RecursionError) as error:
-            self.note("D18", False, f"the report is not plain JSON data: {error}", got=report)
-            return ""
-        back = json.loads(text)
-        self.note("D18", _listed(back) == _listed(report), "JSON changes the report", got=back, expected=report)
-        return text
+            self.faults.note("D18", False, f"the report is not plain JSON data: {error}", got=report)
 
     def rewind(self, length: int) -> None:
         """Go back to the first ``length`` tokens, as a session does."""
@@ -229,50 +219,32 @@ class ScriptedSession:
         context = self.context()
         saved = self._ask("snapshot", context, context)
         if saved is not None:
-            kind = isinstance(saved, DrafterSnapshot)
-            self.note("D17", kind, "snapshot returns neither a DrafterSnapshot nor None", got=saved)
+            kind, what = isinstance(saved, DrafterSnapshot), "snapshot returns neither a DrafterSnapshot nor None"
+            self.faults.note("D17", kind, what, got=saved)
             for name, value in saved.meta.items():
-                plain = type(name) is str and type(value) in (int, str)
-                self.note("D17", plain, "metadata is neither a plain int nor a str", got=f"{name} = {value!r}")
+                plain, what = (
+                    type(name) is str and type(value) in (int, str),
+                    "metadata is neither a plain int nor a str",
+                )
+                self.faults.note("D17", plain, what, got=f"{name} = {value!r}")
         return SavedCopy(list(self.tokens), self.cycles, self.generated_from, state, saved)
 
     def restored(self, copy: SavedCopy, saved: DrafterSnapshot | None = None) -> ScriptedSession:
         """Another drafter over the copied state, with or without the old one's snapshot."""
-        other = self._like(copy.state, saved)
+        other = self.another(snapshot=copy.state, saved=saved)
         other.tokens, other.cycles, other.generated_from = list(copy.tokens), copy.cycles, copy.generated_from
         return other
 
     def fresh(self) -> ScriptedSession:
         """Another drafter and state that saw the same tokens in one chunk."""
-        other = self._like(None, None)
+        other = self.another()
         other.cycles, other.generated_from = self.cycles, self.generated_from
         other.feed(self.tokens)
         return other
 
-    def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None) -> ScriptedSession:
-        return ScriptedSession.start(
-            self.subject,
-            model=self.model,
-            sampling=self.sampling,
-            noise=self.noise,
-            faults=self.faults,
-            snapshot=snapshot,
-            shared=self.shared,
-            saved=saved,
-        )
-
-
-def _listed(value: Any) -> Any:
-    """Tuples as the lists that JSON makes of them."""
-    if isinstance(value, Mapping):
-        return {name: _listed(part) for name, part in value.items()}
-    return [_listed(part) for part in value] if isinstance(value, list | tuple) else value
-
 
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> TableModel:
     """A model that supports the drafter's needs."""
-    if vocab == WIDE:
-        return WideModel(np.full((4, 4), 0.25), WIDE)
     options: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": subject.layers, "max_positions": 4 * CAPACITY}
     return TableModel.random(vocab, memory=memory, tilt=0.7, **options)
 

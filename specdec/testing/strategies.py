@@ -45,10 +45,9 @@ def tokens(vocab: int, *, min_size: int = 0, max_size: int = 12) -> st.SearchStr
 
 
 @st.composite
-def samplings(draw: st.DrawFn, vocab: int, *, greedy: bool | None = None) -> Sampling:
-    """Settings of every kind; at least one token stays allowed. ``greedy`` fixes temperature 0 or above 0."""
-    temperatures = {True: [0.0], False: [0.3, 1.0, 1.7], None: [0.0, 0.3, 1.0, 1.7]}[greedy]
-    plain = Sampling(temperature=draw(st.sampled_from(temperatures)), seed=draw(st.integers(0, 2**63 - 1)))
+def samplings(draw: st.DrawFn, vocab: int) -> Sampling:
+    """Settings of every kind; at least one token stays allowed."""
+    plain = Sampling(temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])), seed=draw(st.integers(0, 2**63 - 1)))
     if draw(st.booleans()):
         return plain
     banned = draw(st.lists(st.integers(0, vocab - 1), max_size=max(vocab - 2, 0), unique=True))

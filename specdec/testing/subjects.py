@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -17,15 +17,12 @@ from specdec.contract import (
     BackendSpec,
     DepthPolicy,
     DepthPolicySpec,
-    Drafter,
-    DrafterEnv,
     DrafterSpec,
     ForwardPass,
     LogitsProcessor,
     ModelSpec,
     Needs,
     PrepareEnv,
-    ProcessorEnv,
     ProcessorSpec,
     Verifier,
     VerifierSpec,
@@ -36,9 +33,6 @@ from specdec.records.cost_table import CostTable
 from specdec.registry import Entry, Kind, registry
 from specdec.testing.second_model import prepare_env
 from specdec.testing.table_model import TableModel
-
-if TYPE_CHECKING:
-    from specdec.backends.ops import Ops
 
 
 class Subject(enum.Enum):
@@ -70,10 +64,16 @@ class Subject(enum.Enum):
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class DrafterSubject:
-    """How to build a drafter for a sequence."""
+class PluginSubject:
+    """How to build a plugin; ``make`` may return the same one every time."""
 
-    make: Callable[[DrafterEnv], Drafter]
+    make: Callable[..., Any]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DrafterSubject(PluginSubject):
+    """How to build a drafter: ``make`` takes the sequence's DrafterEnv."""
+
     needs: Needs = NO_NEEDS
     prepare: Callable[[ForwardPass], Any] = lambda target: None
 
@@ -83,50 +83,34 @@ class DrafterSubject:
         return max((1, *self.needs.boundaries))
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class VerifierSubject:
+class VerifierSubject(PluginSubject):
     """How to build a verifier."""
 
-    make: Callable[[], Verifier]
+
+class ForwardPassSubject(PluginSubject):
+    """How to build a target."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class ForwardPassSubject:
-    """How to build a target; ``make`` may return the same one every time."""
-
-    make: Callable[[], ForwardPass]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DepthPolicySubject:
+class DepthPolicySubject(PluginSubject):
     """How to build a depth policy for a sequence.
 
     ``shared`` makes what the policies of one pipeline have in common, and ``make`` takes it; None if there is nothing.
     """
 
-    make: Callable[..., DepthPolicy]
     shared: Callable[[], Any] | None = None
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class OpsSubject:
+class OpsSubject(PluginSubject):
     """How to build a backend's operations."""
 
-    make: Callable[[], Ops]
+
+class LogitsProcessorSubject(PluginSubject):
+    """How to build a logits processor: ``make`` takes the sequence's ProcessorEnv."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class LogitsProcessorSubject:
-    """How to build a logits processor for a sequence."""
-
-    make: Callable[[ProcessorEnv], LogitsProcessor]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ObserverSubject:
-    """How to build an observer: a plugin with the hook ``specdec_cycle``; ``make`` may return the same one."""
-
-    make: Callable[[], Any]
+class ObserverSubject(PluginSubject):
+    """How to build an observer: a plugin with the hook ``specdec_cycle``."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -137,48 +121,30 @@ class ModelFamilySubject:
     config: Mapping[str, Any] | None = None
 
 
-AnySubject = (
-    DrafterSubject
-    | VerifierSubject
-    | ForwardPassSubject
-    | DepthPolicySubject
-    | OpsSubject
-    | LogitsProcessorSubject
-    | ObserverSubject
-    | ModelFamilySubject
-)
+AnySubject = PluginSubject | ModelFamilySubject
 
-_CLASSES: Mapping[Subject, type] = {
-    Subject.DRAFTER: DrafterSubject,
-    Subject.VERIFIER: VerifierSubject,
-    Subject.FORWARD_PASS: ForwardPassSubject,
-    Subject.DEPTH_POLICY: DepthPolicySubject,
-    Subject.OPS: OpsSubject,
-    Subject.LOGITS_PROCESSOR: LogitsProcessorSubject,
-    Subject.OBSERVER: ObserverSubject,
-    Subject.MODEL_FAMILY: ModelFamilySubject,
+_CLASSES: Mapping[Subject, tuple[type, tuple[type, ...]]] = {
+    Subject.DRAFTER: (DrafterSubject, (DrafterSpec,)),
+    Subject.VERIFIER: (VerifierSubject, (VerifierSpec, Verifier)),
+    Subject.FORWARD_PASS: (ForwardPassSubject, (ForwardPass,)),
+    Subject.DEPTH_POLICY: (DepthPolicySubject, (DepthPolicySpec, DepthPolicy)),
+    Subject.OPS: (OpsSubject, ()),
+    Subject.LOGITS_PROCESSOR: (LogitsProcessorSubject, (ProcessorSpec, LogitsProcessor)),
+    Subject.OBSERVER: (ObserverSubject, ()),
+    Subject.MODEL_FAMILY: (ModelFamilySubject, (ModelSpec,)),
 }
-_TYPES: Mapping[Subject, tuple[type, ...]] = {
-    Subject.DRAFTER: (DrafterSpec,),
-    Subject.VERIFIER: (VerifierSpec, Verifier),
-    Subject.FORWARD_PASS: (ForwardPass,),
-    Subject.DEPTH_POLICY: (DepthPolicySpec, DepthPolicy),
-    Subject.OPS: (),
-    Subject.LOGITS_PROCESSOR: (ProcessorSpec, LogitsProcessor),
-    Subject.OBSERVER: (),
-    Subject.MODEL_FAMILY: (ModelSpec,),
-}
+"""The subject's class, and what plugins of the kind are instances of."""
+OBSERVES = "specdec_cycle"  # the hook of an observer
+EXAMPLE = "example"
+"""A class of options may have these: ``specdec check`` uses them if none are given."""
 
 
 def subject_of(plugin: Any) -> Subject | None:
     """The kind of a spec or an object; None for a factory, which may build anything."""
-    for subject, types in _TYPES.items():
-        if isinstance(plugin, (*types, _CLASSES[subject])):
+    for subject, (made, types) in _CLASSES.items():
+        if isinstance(plugin, (*types, made)):
             return subject
     return Subject.OBSERVER if not inspect.isclass(plugin) and hasattr(plugin, OBSERVES) else None
-
-
-OBSERVES = "specdec_cycle"  # the hook of an observer
 
 
 def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
@@ -188,38 +154,29 @@ def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
     """
     if isinstance(given, AnySubject):
         return given
+    if isinstance(given, ModelSpec):
+        return ModelFamilySubject(spec=given)
+    made: Any = _CLASSES[subject][0]
     try:
-        return _as_subject(subject, given, config)
+        if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec):
+            return _from_spec(given, given.config() if config is None else config)
+        if subject is Subject.DRAFTER:
+            return _from_drafter_factory(given)
+        if isinstance(given, Verifier | ForwardPass | DepthPolicy | LogitsProcessor) or not callable(given):
+            return made(make=lambda *env: given)  # type: ignore[no-any-return]
+        return made(make=given)  # type: ignore[no-any-return]
     except SpecdecError:
         raise
     except Exception as error:  # noqa: BLE001  (it fails every check)
-        return _failing(subject, error)
+        failed = error
+
+        def make(*arguments: Any) -> Any:
+            raise failed
+
+        return made(make=make)  # type: ignore[no-any-return]
 
 
-def _failing(subject: Subject, error: BaseException) -> AnySubject:
-    def make(*arguments: Any) -> Any:
-        raise error
-
-    made: AnySubject = _CLASSES[subject](make=make)
-    return made
-
-
-def _as_subject(subject: Subject, given: Any, config: Any) -> AnySubject:
-    if isinstance(given, ModelSpec):
-        return ModelFamilySubject(spec=given)
-    if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec):
-        return _from_spec(given, config)
-    if subject is Subject.DRAFTER:
-        return _from_drafter_factory(given)
-    if subject is Subject.LOGITS_PROCESSOR:
-        return LogitsProcessorSubject(make=(lambda env: given) if isinstance(given, LogitsProcessor) else given)
-    is_object = isinstance(given, Verifier | ForwardPass | DepthPolicy) or not callable(given)
-    made: AnySubject = _CLASSES[subject](make=(lambda: given) if is_object else given)
-    return made
-
-
-def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec, config: Any) -> AnySubject:
-    options = config if config is not None else spec.config()
+def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec, options: Any) -> AnySubject:
     if isinstance(spec, VerifierSpec):
         return VerifierSubject(make=lambda: spec.factory(options))
     if isinstance(spec, ProcessorSpec):
@@ -235,22 +192,10 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpe
             needs = needs(options, prepared(TableModel.random(mtp=True)))
         return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepared)
     if prepare is None:
-        return DepthPolicySubject(make=lambda shared=None: spec.factory(options))
-
-    def shared() -> Any:
-        return prepare(options, _policy_env())
-
-    # by default a new ``shared`` for every policy: what it learns across generations is not under test
-    def make(between: Any = None) -> DepthPolicy:
-        return spec.factory(options, shared() if between is None else between)
-
-    return DepthPolicySubject(make=make, shared=shared)
-
-
-def _policy_env() -> PrepareEnv:
-    """Arguments for a depth policy's ``prepare``: a small target and a made-up cost table."""
+        return DepthPolicySubject(make=lambda: spec.factory(options))
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
-    return PrepareEnv(target=TableModel.random(mtp=True), costs=lambda file=None: table)
+    env = PrepareEnv(target=TableModel.random(mtp=True), costs=lambda file=None: table)
+    return DepthPolicySubject(make=partial(spec.factory, options), shared=lambda: prepare(options, env))
 
 
 def _from_drafter_factory(factory: Any) -> DrafterSubject:
@@ -261,9 +206,6 @@ def _from_drafter_factory(factory: Any) -> DrafterSubject:
     make = factory if takes_env else (lambda env: factory())
     return DrafterSubject(make=make, needs=getattr(factory, "needs", NO_NEEDS))
 
-
-EXAMPLE = "example"
-"""A class of options may have these: ``specdec check`` uses them if none are given."""
 
 # --- registered names ------------------------------------------------------------------------------------------------
 
@@ -310,9 +252,10 @@ def registered_subjects(
     notes: list[str] = []
     for entry in found:
         _add(entry, config, options, subjects, notes)
-    for plugin in observers:
-        made = as_subject(Subject.OBSERVER, plugin.plugin)
-        subjects.append((f"observer {plugin.name}", Subject.OBSERVER, made))
+    subjects += [
+        (f"observer {plugin.name}", Subject.OBSERVER, as_subject(Subject.OBSERVER, plugin.plugin))
+        for plugin in observers
+    ]
     if not subjects:
         raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 MARKS = 4  # points that a window or an accumulator can go back to
 MAX_ROWS = 16
-WIDE = 150_000  # ids that need more than 16 bits
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -223,7 +222,6 @@ class TableModel(ForwardPass):
         seed: int = 0,
         memory: Memory = Memory.ATTENTION,
         peak: float = 0.5,
-        zeros: float = 0.0,
         tilt: float = 0.0,
         mtp: bool = False,
         **options: int,
@@ -232,17 +230,11 @@ class TableModel(ForwardPass):
 
         Args:
             peak: Dirichlet concentration; small values give peaked distributions.
-            zeros: share of entries that are forbidden (at least one per row stays).
             mtp: add an MTP head that is right more often than chance.
         """
         rng = np.random.default_rng(seed)
         shape = (vocab,) * order
         table = rng.dirichlet(np.full(vocab, peak), shape)
-        if zeros:
-            forbidden = rng.random(table.shape) < zeros
-            np.put_along_axis(forbidden, table.argmax(-1)[..., None], False, -1)
-            table = np.where(forbidden, 0.0, table)
-            table /= table.sum(-1, keepdims=True)
         head = 0.8 * table + 0.2 * rng.dirichlet(np.full(vocab, 0.5), shape) if mtp else None
         if memory is Memory.CONVOLUTION:
             tilt = 0.0
@@ -264,14 +256,12 @@ class TableModel(ForwardPass):
         probs: Float64 = weights / weights.sum()
         return probs
 
-    def _step(self, point: _Point, token: int) -> _Point:
+    @staticmethod
+    def _step(point: _Point, token: int) -> _Point:
         return _Point((*point.tail[1:], token), _fold(point.accumulator, token))
 
     def _row(self, point: _Point) -> Float32:
-        logits = self._logits[point.tail]
-        if self.tilt:
-            logits = logits + self.tilt * self._noise(point.accumulator)
-        return np.asarray(logits, dtype=np.float32)
+        return np.asarray(self._logits[point.tail] + self.tilt * self._noise(point.accumulator), dtype=np.float32)
 
     def _noise(self, accumulator: int) -> Float64:
         """Numbers in [-1, 1), one per token id."""
@@ -469,21 +459,6 @@ class TableModel(ForwardPass):
         if not isinstance(state, TableState) or state.model is not self:
             raise StateError(f"a state of another model: {type(state).__name__}")
         return state
-
-
-class WideModel(TableModel):
-    """A small table whose tokens stand for many ids each."""
-
-    def __init__(self, table: Float64, vocab: int) -> None:
-        super().__init__(table)
-        self.small, self.vocab = self.vocab, vocab
-        self.info = attrs.evolve(self.info, vocab_size=vocab)
-
-    def _step(self, point: _Point, token: int) -> _Point:
-        return attrs.evolve(super()._step(point, token), tail=(*point.tail[1:], token % self.small))
-
-    def _row(self, point: _Point) -> Float32:
-        return np.resize(super()._row(point), self.vocab)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

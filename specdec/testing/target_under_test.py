@@ -6,30 +6,26 @@ must be those of plain decoding, and MTP drafts those of a fresh state.
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
+import torch
 
 from specdec.contract import (
     NO_NEEDS,
     DraftHead,
     ForwardOutput,
+    ForwardPass,
     Hidden,
     Logits,
     MtpPairs,
     Needs,
     Parity,
-    Snapshot,
     State,
-    Stats,
 )
-from specdec.decoding.session_file import SavedSession, read_session, restore_state, write_session
 from specdec.testing.checks import Broken, expect, expect_equal
 from specdec.testing.subjects import ForwardPassSubject
 
@@ -48,7 +44,7 @@ class TargetUnderTest:
     """The target of a subject, texts to feed it, and comparisons as strict as its parity."""
 
     def __init__(self, subject: ForwardPassSubject) -> None:
-        self.model = subject.make()
+        self.model: ForwardPass = subject.make()
         self.info = self.model.info
         self.exact = self.info.parity is Parity.BITWISE
         self.chunks_differ = not self.exact or "chunk" in self.info.parity_reason
@@ -179,35 +175,25 @@ def hidden_by_name(output: ForwardOutput) -> dict[str, Hidden]:
 _BACK = (1, 4, 1, 30, 2, 300)
 """Tokens that a state goes back before it goes on with another text."""
 DEPTHS = (1, 2, 3, 5, 8, 13)
+DIFFERS = "a row differs from plain decoding"
 
 
 class Play:
-    """One way through the text of a target.
+    """One way through the text of a target. Raises: Broken with the steps taken.
 
     Kinds of steps: ``prefill`` one chunk; ``decode`` one pass, of which some rows are committed; ``twice`` after
-    another pass that is not committed; ``rewind``; ``restore``: the copy of the state goes on; ``file``: likewise, by
-    way of a session's file; ``beside``: like decode, and another sequence has a pass before the logits are read;
-    ``draft`` by the MTP head, if the state is made for that.
+    another pass that is not committed; ``rewind``; ``restore``: the copy of the state goes on, whose arrays are by
+    turns those that a session's file gives; ``beside``: like decode, and another sequence has a pass before the logits
+    are read; ``draft`` by the MTP head, if the state is made for that, in one call and in single steps by turns.
 
     Args:
-        hostile: the caller writes into everything that it was handed, and into its own lists after a call.
-        at_once: drafts come in one call, not in single steps.
         exact: with the bits of plain decoding, if parity is BITWISE.
     """
 
     def __init__(
-        self,
-        target: TargetUnderTest,
-        what: str,
-        *,
-        needs: Needs = NO_NEEDS,
-        hostile: bool = False,
-        at_once: bool = False,
-        exact: bool = True,
-        capacity: int | None = None,
+        self, target: TargetUnderTest, *, needs: Needs = NO_NEEDS, exact: bool = True, capacity: int | None = None
     ) -> None:
-        self.target, self.model, self.what, self.needs = target, target.model, what, needs
-        self.hostile, self.at_once, self.exact = hostile, at_once, exact
+        self.target, self.model, self.needs, self.exact = target, target.model, needs, exact
         self.capacity = capacity or target.capacity
         self.state = target.state(self.capacity, needs)
         self.other: State | None = None
@@ -216,63 +202,64 @@ class Play:
         self.held: list[tuple[ForwardOutput, int, int]] = []  # passes with hidden states, positions, committed rows
 
     def run(self, kinds: Sequence[str], seed: int, steps: int) -> None:
-        """Take up to ``steps`` drawn steps, as far as the text reaches. Raises: Broken with the steps taken."""
+        """Take up to ``steps`` drawn steps, as far as the text reaches."""
         rng, target = np.random.default_rng(seed), self.target
-        try:
-            for number in range(steps):
-                kind, room = kinds[int(rng.integers(len(kinds)))], target.length - self.at
-                if not room and kind not in ("rewind", "restore", "file", "draft"):
-                    if "rewind" not in kinds:
-                        break
-                    kind = "rewind"
-                if kind == "prefill":
-                    self.take((kind, min(_size(rng, target.chunk), room)))
-                elif kind == "rewind":
-                    self.take((kind, min(_size(rng, target.length), self.at) if rng.integers(8) else 0))
-                elif kind == "draft":
-                    self.take((kind, DEPTHS[int(rng.integers(len(DEPTHS)))]))
-                elif kind in ("restore", "file"):
-                    self.take((kind, 0))
-                else:
-                    most = target.info.max_rows
-                    rows = min(_size(rng, most) if rng.integers(3) else most, self.capacity - self.at)
-                    count = min(int(rng.integers(0, rows + 1)) if number % 2 else rows, room)
-                    self.take((kind, count), dropped=rows - count)
-            self._expect_held()
-        except Exception as error:
-            raise Broken.by(error, {"steps": self.taken[-12:], "at": self.at, "needs": self.needs}) from error
+        for number in range(steps):
+            kind, room = kinds[int(rng.integers(len(kinds)))], target.length - self.at
+            if not room and kind not in ("rewind", "restore", "draft"):
+                if "rewind" not in kinds:
+                    break
+                kind = "rewind"
+            if kind == "prefill":
+                self.take((kind, min(_size(rng, target.chunk), room)))
+            elif kind == "rewind":
+                self.take((kind, min(_size(rng, target.length), self.at) if rng.integers(8) else 0))
+            elif kind == "draft":
+                self.take((kind, DEPTHS[int(rng.integers(len(DEPTHS)))]))
+            elif kind == "restore":
+                self.take((kind, 0))
+            else:
+                most = target.info.max_rows
+                rows = min(_size(rng, most) if rng.integers(3) else most, self.capacity - self.at)
+                count = min(int(rng.integers(0, rows + 1)) if number % 2 else rows, room)
+                self.take((kind, count), dropped=rows - count)
+        self._expect_held()
 
     def take(self, *steps: tuple[str, int], dropped: int = 0) -> Play:
-        """Take these steps; a pass has so many more rows, which are not committed. Raises: Broken."""
+        """Take these steps; a pass has so many more rows, which are not committed."""
         for kind, count in steps:
             self.taken.append(f"{kind}({count}{f' of {count + dropped} rows' if dropped else ''})")
-            match kind:
-                case "prefill":
-                    output = self._call(self.model.prefill, self.target.text[self.at : self.at + count])
-                    expect(output.logits is None, "prefill gives logits", got=output.logits)
-                    self._compare(output, count, prompt=True)
-                    self.at += count
-                case "rewind":
-                    self._rewind(count)
-                case "restore" | "file":
-                    self._restore() if kind == "restore" else self._file()
-                    self.target.expect_next(self.state, self.what)
-                case "draft":
-                    self._draft(count)
-                case _ if count + dropped:
-                    self._pass(kind, count, dropped)
-            expect_equal(self.state.length, self.at, "the state has the wrong length")
-            if self.needs.mtp:
-                self.target.pairs(self.state)
+            try:
+                self._step(kind, count, dropped)
+            except Exception as error:
+                raise Broken.by(error, {"steps": self.taken[-12:], "at": self.at, "needs": self.needs}) from error
         return self
+
+    def _step(self, kind: str, count: int, dropped: int) -> None:
+        if kind == "prefill":
+            output = self._call(self.model.prefill, self.target.text[self.at : self.at + count])
+            expect(output.logits is None, "prefill gives logits", got=output.logits)
+            self._compare(output, count, prompt=True)
+            self.at += count
+        elif kind == "rewind":
+            self._rewind(count)
+        elif kind == "restore":
+            self._restore()
+            self.target.expect_next(self.state, DIFFERS)
+        elif kind == "draft":
+            self._draft(count)
+        elif count + dropped:
+            self._pass(kind, count, dropped)
+        expect_equal(self.state.length, self.at, "the state has the wrong length")
+        if self.needs.mtp:
+            self.target.pairs(self.state)
 
     def _call(self, call: Callable[[State, list[int]], ForwardOutput], tokens: list[int]) -> ForwardOutput:
         """Call with a list of its own, which belongs to the caller again afterwards."""
         own = list(tokens)
         output = call(self.state, own)
         expect_equal(own, tokens, "the list of tokens was changed")
-        if self.hostile:
-            own[:] = [0] * len(own)
+        own[:] = [0] * len(own)
         return output
 
     def _pass(self, kind: str, count: int, dropped: int) -> None:
@@ -288,7 +275,7 @@ class Play:
             self.model.commit(self.other, (rows + 1) // 2)
         logits = output.need_logits()
         expect_equal(len(logits), rows, "decode does not give a row of logits per token")
-        self.target.expect_plain(logits.rows()[:count], self.at, self.what, exact=self.exact)
+        self.target.expect_plain(logits.rows()[:count], self.at, DIFFERS, exact=self.exact)
         self._compare(output, rows, committed=count)
         self.model.commit(self.state, count)
         self.at += count
@@ -307,11 +294,8 @@ class Play:
             what = f"{name} or a part of it has the wrong number of rows"
             expect_equal(lengths, [expected, 1, 0, 2 * expected], what)
             self._expect_hidden(hidden[: self.at + committed - first], name, first, "hidden states differ")
-        if needs.hidden and not self.hostile:
+        if needs.hidden:
             self.held.append((output, first, self.at + committed - first))
-        for part in (output.logits, output.hidden, *output.boundaries.values()) if self.hostile else ():
-            if part is not None:
-                spoil(part.rows())
 
     def _expect_hidden(self, hidden: Hidden, name: str, first: int, what: str) -> None:
         values = hidden.rows()
@@ -332,18 +316,17 @@ class Play:
         depth, target = min(depth, self.capacity - self.at - 1), self.target
         if not self.needs.mtp or self.at in (0, self.drafted) or depth < 1:  # a draft begins with a new pair
             return
-        self.drafted = self.at
+        self.drafted, self.turns = self.at, self.turns + 1
         pending, fresh = target.text[self.at], target.prefilled(self.at, self.capacity, MTP)
         expected, truths = target.draft(fresh, pending, depth)
-        drafted, got = (
-            (self.model.draft_mtp(self.state, pending, depth), [])
-            if self.at_once
-            else target.draft(self.state, pending, depth)
-        )
-        expect_equal(drafted, expected, f"{self.what}: other tokens", depth=depth)
+        if self.turns % 3:
+            drafted, got = self.model.draft_mtp(self.state, pending, depth), truths
+        else:
+            drafted, got = target.draft(self.state, pending, depth)
+        expect_equal(drafted, expected, "a draft has other tokens than that of a fresh state", depth=depth)
         exact = self.at <= target.info.max_rows or not target.chunks_differ
-        for logits, truth in zip(got, truths, strict=bool(got)):
-            target.expect_close(logits, truth, f"{self.what}: other logits", exact=exact, depth=depth)
+        for logits, truth in zip(got, truths, strict=True):
+            target.expect_close(logits, truth, "a draft has other logits than that of a fresh state", exact=exact)
         expect_equal(target.pairs(self.state).fed, self.at, "a draft does not feed all waiting pairs")
 
     def _rewind(self, count: int) -> None:
@@ -353,21 +336,27 @@ class Play:
         expect_equal(self.state.length, reached, "the state's length is not what rewind returned")
         self.at = length
         self.target.prefill(self.state, length)
-        self.target.expect_next(self.state, self.what)
+        self.target.expect_next(self.state, DIFFERS)
 
     def _restore(self) -> None:
         if self.state.length + 1 < self.state.capacity:  # these rows are never committed
             self.model.decode(self.state, self.target.junk[:1])
         taken = self.model.snapshot(self.state)
-        expect_plain_snapshot(taken, self.state)
+        for name, value in taken.meta.items():
+            plain = type(name) is str and type(value) is int
+            expect(plain, "a snapshot's metadata is not a plain int under a name", got={name: value})
+        lengths, what = (self.at, self.capacity), "a snapshot has another length or capacity than its state"
+        expect_equal((taken.length, taken.capacity), lengths, what)
         self._go_elsewhere(self.state)
+        if self.turns % 2:
+            host = {name: torch.as_tensor(self.model.to_host(one)).clone() for name, one in taken.arrays.items()}
+            arrays = {name: self.model.from_host(array) for name, array in host.items()}
+            taken = attrs.evolve(taken, arrays=arrays)
         copy, self.state = (self.model.restore(taken, self.needs) for _ in range(2))
         for state in (copy, self.state):
             expect_equal(state.capacity, self.capacity, "the restored state has the wrong capacity")
             expect_equal(state.needs, self.needs, "the restored state is made for other needs")
         self._go_elsewhere(copy)
-        for array in taken.arrays.values() if self.hostile else ():
-            spoil(array)
 
     def _go_elsewhere(self, state: State) -> None:
         """Rewind, continue with other text; copies must not change."""
@@ -378,33 +367,7 @@ class Play:
             self.model.decode(state, rows)
             self.model.commit(state, len(rows))
 
-    def _file(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path, model = Path(folder) / "session", self.model
-            taken, tokens = model.snapshot(self.state), tuple(self.target.text[: self.at + 1])
-            expect_plain_snapshot(taken, self.state)
-            write_session(path, SavedSession(tokens=tokens, cycle=0, stats=Stats(), snapshot=taken), model)
-            self.state = restore_state(read_session(path, model), model, self.capacity, self.needs, path)
-
 
 def _size(rng: np.random.Generator, most: int) -> int:
     """1 to ``most``, on a log scale."""
     return min(int(np.exp(rng.uniform(0, np.log(most + 1)))), most)
-
-
-def spoil(array: Any) -> None:
-    """Overwrite an array of numpy or torch in host memory; others are left alone."""
-    with contextlib.suppress(ValueError, RuntimeError, TypeError):
-        if isinstance(array, np.ndarray):
-            array[...] = 77
-        elif hasattr(array, "fill_") and str(getattr(array, "device", "")) == "cpu":
-            array.fill_(77)
-
-
-def expect_plain_snapshot(taken: Snapshot, state: State) -> None:
-    """Raises: Broken unless the metadata can be written to a file, and the lengths are those of the state."""
-    for name, value in taken.meta.items():
-        plain = type(name) is str and type(value) is int
-        expect(plain, "a snapshot's metadata is not a plain int under a name", got={name: value})
-    lengths = state.length, state.capacity
-    expect_equal((taken.length, taken.capacity), lengths, "a snapshot has another length or capacity than its state")

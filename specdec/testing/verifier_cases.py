@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 import attrs
 import hypothesis.strategies as st
@@ -11,7 +12,7 @@ import numpy as np
 
 from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
 from specdec.errors import UnsupportedError
-from specdec.sampling import Purpose, draft_token, gumbel
+from specdec.sampling import Purpose, draft_token, draw, gumbel
 from specdec.testing import strategies
 from specdec.testing.reference_sampling import Surplus, reference_distribution, reference_logits
 from specdec.testing.table_model import TableLogits, TableModel
@@ -137,7 +138,7 @@ def cases(draw: st.DrawFn, *, greedy: bool | None = None, bound: float | None = 
     rng = np.random.default_rng([draw(strategies.seeds), depth, length, vocab, near, cycle])
     rows, last = _rows(rng, palette, depth + 1, vocab, bound or 0.0), vocab - 1
     rows[np.isneginf(rows[:, last]), last] = -1.0
-    sampling = draw(strategies.samplings(vocab, greedy=greedy))
+    sampling = draw(strategies.samplings(vocab))
     if near and draw(st.booleans()):  # the settings drawn above move most tokens further away
         scale = max(bound or 0.0, 1e-3)
         biases = draw(st.dictionaries(st.integers(0, last), st.sampled_from([-0.3, -0.1, 0.1, 0.3, 2.0])))
@@ -198,7 +199,7 @@ def target_rows(model: TableModel, history: Sequence[int], drafted: Sequence[int
 _EVEN = np.array([np.roll([0.34, 0.26, 0.22, 0.18], shift) for shift in range(4)])
 _SURE = np.array([np.roll([0.97, 0.01, 0.01, 0.01], shift) for shift in range(4)])
 _RARE = np.tile([0.4, 0.4, *[0.02] * 5, *[0.01] * 10], (17, 1))
-_PAIRS = (("even", _EVEN, _SURE), ("rare tokens", _RARE, np.full((17, 17), 1 / 17)))
+_PAIRS = {"even": (_EVEN, _SURE), "rare tokens": (_RARE, np.full((17, 17), 1 / 17))}
 """Target and draft, the next token by the last one: the draft is sure of one token, or knows nothing of rare ones."""
 _SETTINGS = {
     "plain": Sampling(temperature=1.0),
@@ -210,6 +211,12 @@ _DRAFTS = ("drawn", "drawn", "drawn", "drawn from a part of the vocabulary", "be
 _FUNCTIONS = ("the draft's surplus", "the best token", "rare tokens")
 
 
+@cache
+def _law(name: str, settings: str, last: int, before: frozenset[int]) -> NDArray[np.float64]:
+    """The target's distribution after ``last``, where these tokens were generated."""
+    return reference_distribution(np.log(_PAIRS[name][0][last]).tolist(), [0, *before], _SETTINGS[settings], 1)
+
+
 def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surplus | None:
     """Drafts of 1 to 15 tokens that follow the target but at one position; None if the verifier refuses all settings.
 
@@ -217,16 +224,17 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surpl
     """
     rng, surplus, taken = np.random.default_rng(seed), Surplus(_FUNCTIONS), False
     for number in draws:
-        name, target, draft = _PAIRS[number % 8 == 7]
+        name = "rare tokens" if number % 8 == 7 else "even"
+        target, draft = _PAIRS[name]
         settings, kind = (options[int(rng.integers(len(options)))] for options in (_CHOSEN, _DRAFTS))
         depth = 1 + number % 15
         other = depth if rng.random() < 1 / 3 else int(rng.integers(depth, size=2).max())
         sampling = attrs.evolve(_SETTINGS[settings], seed=(seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)
         context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
 
-        def law(tokens: list[int], target: Any = target, sampling: Sampling = sampling) -> Any:
+        def law(tokens: list[int], name: str = name, settings: str = settings) -> NDArray[np.float64]:
             """The distribution of the token after these."""
-            return reference_distribution(np.log(target[tokens[-1]]).tolist(), tokens, sampling, 1)
+            return _law(name, settings, tokens[-1], frozenset(tokens[1:]))
 
         tokens, probs = [0], []
         for row in range(depth):
@@ -247,7 +255,7 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surpl
         taken = True
         tokens = [*tokens[: verdict.accepted + 1], int(verdict.next_token)]
         while len(tokens) < depth + 2:  # the rest comes from the target
-            tokens.append(int(rng.choice(len(target), p=law(tokens))))
+            tokens.append(draw(law(tokens), rng.random()))
         for row in {other, depth, 0}:
             before, token = tokens[: row + 1], tokens[row + 1]
             expected, ids = law(before), np.arange(len(target))

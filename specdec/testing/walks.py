@@ -6,19 +6,17 @@ detours that were rewound, beside other sequences, or over a state that was save
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from specdec.contract import Draft, DrafterSnapshot, DraftNoise, ForwardPass, Sampling, Snapshot, Stats
-from specdec.decoding.session_file import SavedSession, read_session, write_session
+from specdec.contract import Draft, DraftNoise, Sampling
 from specdec.testing.checks import Faults
-from specdec.testing.scripted_session import SavedCopy, ScriptedSession, drafts_equal, target_for, usable
+from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for, usable
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory
 
@@ -37,12 +35,12 @@ SETTINGS: Mapping[str, tuple[Sampling, DraftNoise]] = {
 }
 
 
-def text(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
+def text(seed: int, length: int) -> list[int]:
     """Tokens that repeat earlier ones in stretches of all lengths, with runs of one token and of consecutive ids."""
     rng = np.random.default_rng([seed, 4])
     if seed % 4 == 0:  # one token over and over
         return [2, *[1] * length][:length]
-    tokens = [int(token) for token in rng.integers(0, vocab, 3)]
+    tokens = [int(token) for token in rng.integers(0, VOCAB, 3)]
     while len(tokens) < length:
         stretch, kind = int(2 ** rng.uniform(0, 5)), int(rng.integers(10))
         if kind < 6:
@@ -51,9 +49,9 @@ def text(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
         elif kind == 6:
             tokens += [tokens[-1]] * min(stretch, 6)
         elif kind == 7:  # consecutive ids, up to the last one
-            tokens += range(max(vocab - 1 - int(rng.integers(0, 4)), 0), vocab)
+            tokens += range(max(VOCAB - 1 - int(rng.integers(0, 4)), 0), VOCAB)
         else:
-            tokens += [int(token) for token in rng.integers(0, vocab, stretch)]
+            tokens += [int(token) for token in rng.integers(0, VOCAB, stretch)]
     return tokens[:length]
 
 
@@ -66,7 +64,6 @@ class Walk:
             others' drafts; "rewound" with detours; "restored" through copies and files, "rebuilt" without what the
             drafter saved; "beside" another sequence; "reported" with a report after every cycle.
         cycle: added to the number of every cycle.
-        look: called with the session and each draft before it is verified, and its depth.
         drafts: by position, copies of what was drafted there, and the depths.
         session: the last one.
     """
@@ -75,12 +72,8 @@ class Walk:
     setting: str
     route: str = "cycles"
     seed: int = 0
-    vocab: int = VOCAB
     memory: Memory = Memory.ATTENTION
     cycle: int = 0
-    model: ForwardPass | None = None
-    shared: Any = None
-    look: Callable[[ScriptedSession, Draft, int], None] | None = None
     faults: Faults = attrs.field(factory=Faults)
     drafts: dict[int, Draft] = attrs.field(factory=dict)
     depths: list[int] = attrs.field(factory=list)
@@ -88,25 +81,19 @@ class Walk:
     rng: np.random.Generator = attrs.field(init=False)
     other: ScriptedSession | None = None
 
-    def start(self) -> ScriptedSession:
-        """A new sequence."""
-        sampling, noise = SETTINGS[self.setting]
-        return ScriptedSession.start(
-            self.subject,
-            model=self.model or target_for(self.subject, self.memory, vocab=self.vocab),
-            sampling=attrs.evolve(sampling, logit_bias=dict(sampling.logit_bias)),
-            noise=noise,
-            shared=self.shared,
-            faults=self.faults,
-        )
-
     def through(self, tokens: Sequence[int]) -> Walk:
         """Walk through ``tokens``; returns itself."""
         self.rng = rng = np.random.default_rng([self.seed, *self.route.encode()])
         self.depths = np.random.default_rng([self.seed, 5]).choice(DEPTHS, 2000).tolist()
-        self.session = session = self.start()
+        sampling, noise = SETTINGS[self.setting]
+        model = target_for(self.subject, self.memory, vocab=VOCAB)
+        sampling = attrs.evolve(sampling, logit_bias=dict(sampling.logit_bias))
+        how: dict[str, Any] = {"model": model, "sampling": sampling, "noise": noise, "faults": self.faults}
+        self.session = session = ScriptedSession.start(self.subject, **how)
         if self.route in ("restored", "rebuilt"):
             session.keep()  # of a sequence without tokens
+        if self.route == "reported":
+            session.report()
         first = len(tokens) * 2 // 3 if self.route == "prompt" else int(rng.integers(1, 4))
         session.feed(tokens[: max(first, 1)], chunk=len(tokens) if self.route == "prompt" else 2)
         session.generated_from = 1  # whatever the route
@@ -121,14 +108,19 @@ class Walk:
                 self._restore(tokens[at:])
             if self.route == "beside":
                 if self.other is None or chance < 0.05:
-                    self.other = attrs.evolve(self, model=session.model, shared=session.shared).start()
+                    self.other = session.another()
                 self._elsewhere(self.other, tokens[at:], 1)
             session = self.session
             if len(session.tokens) < len(tokens):
                 self._cycle(tokens, self.depths[len(session.tokens)])
             if self.route == "reported":
                 session.report()
-        session.finished()
+        for report, then in session.reports:
+            same = json.dumps(dict(report)) == then
+            self.faults.note("D18", same, "an earlier report was changed later", got=report, expected=then)
+        for draft, copy in session.drafts:
+            same = drafts_equal(draft, copy)
+            self.faults.note("D19", same, "an earlier draft was changed later", got=draft, expected=copy)
         return self
 
     def _cycle(self, tokens: Sequence[int], depth: int) -> None:
@@ -137,37 +129,35 @@ class Walk:
         session.cycles = at - 1 + self.cycle
         if mixed and rng.random() < 0.1:
             nothing = session.drafter.propose(session.context(), 0)
-            session.note("D4", not nothing.tokens, "a draft of depth 0 has tokens", got=nothing)
+            self.faults.note("D4", not nothing.tokens, "a draft of depth 0 has tokens", got=nothing)
         draft = session.propose(depth)
         self.drafts[at] = session.drafts[-1][1]
-        if self.look is not None:
-            self.look(session, draft, depth)
-        verified = usable(draft, depth, session.model.info.vocab_size)
+        verified = usable(draft, depth, VOCAB).tokens
         if mixed and rng.random() < 0.3:  # another drafter's draft
-            verified = Draft(tuple(tokens[at : at + int(rng.integers(0, 5))]))
+            verified = tuple(tokens[at : at + int(rng.integers(0, 5))])
         cut = min(len(tokens) - at - 1, int(rng.integers(0, 6)) if mixed else 0 if self.route == "steps" else depth)
-        drafted = verified.tokens[:cut]
         accepted = 0
-        while accepted < len(drafted) and drafted[accepted] == tokens[at + accepted]:
+        while accepted < len(verified[:cut]) and verified[accepted] == tokens[at + accepted]:
             accepted += 1
-        session.finish(Draft(drafted), accepted, tokens[at + accepted])
+        session.finish(Draft(verified[:cut]), accepted, tokens[at + accepted])
 
     def _detour(self, ahead: Sequence[int], depth: int) -> None:
         """Go on with other tokens, from here or from further back, and return; the draft there is a fresh drafter's."""
         session, rng, tokens = self.session, self.rng, list(self.session.tokens)
-        here, vocab = len(tokens), session.model.info.vocab_size
+        here = len(tokens)
         back = here if rng.random() < 0.4 else max(1, here - int(2 ** rng.uniform(0, 8)))
         session.rewind(back)
         if rng.random() < 0.5:
             self._elsewhere(session, ahead, int(rng.integers(1, 6)))
         else:  # a text of the same length with the same last tokens
             same = min(int(2 ** rng.uniform(0, 3)), here - back)
-            session.feed([*rng.integers(0, vocab, here - back - same).tolist(), *tokens[here - same :]])
+            session.feed([*rng.integers(0, VOCAB, here - back - same).tolist(), *tokens[here - same :]])
             session.cycles = here - 1 + self.cycle
         expected, got = session.fresh().propose(depth), session.propose(depth)
         what = "after a rewind and other tokens, the draft is not that of a fresh drafter"
-        session.note("D7", drafts_equal(got, expected), what, got=got, expected=expected, tokens=session.tokens)
-        session.finish(usable(got, depth, vocab), 0, int(rng.integers(vocab)))
+        same_draft = drafts_equal(got, expected)
+        self.faults.note("D7", same_draft, what, got=got, expected=expected, tokens=session.tokens)
+        session.finish(usable(got, depth, VOCAB), 0, int(rng.integers(VOCAB)))
         session.rewind(back)
         session.feed(tokens[back:])
         if rng.random() < 0.3:  # to where it is
@@ -179,14 +169,15 @@ class Walk:
         copy = session.keep()
         saved = None if self.route == "rebuilt" else copy.drafter
         if saved is not None and rng.random() < 0.7:
-            saved = filed(saved, copy, session.model)
+            written = {name: torch.as_tensor(array).clone() for name, array in saved.arrays.items()}
+            saved = attrs.evolve(saved, arrays=written)  # as a session's file gives it back
         arrays = {} if copy.drafter is None else copy.drafter.arrays
         before = {name: torch.as_tensor(array).clone() for name, array in arrays.items()}
         self._elsewhere(session, ahead, 2)
         session.rewind(len(copy.tokens) // 2 + 1)
         self._elsewhere(session, ahead, 2)
         changed = [name for name, array in before.items() if not torch.equal(array, torch.as_tensor(arrays[name]))]
-        session.note("D17", not changed, "arrays of a snapshot changed when the text went on", got=changed)
+        self.faults.note("D17", not changed, "arrays of a snapshot changed when the text went on", got=changed)
         self.session = session.restored(copy, saved)
         self.session.drafts = session.drafts
         self._elsewhere(session.restored(copy, saved), ahead, 2)
@@ -197,36 +188,15 @@ class Walk:
 
     def _elsewhere(self, session: ScriptedSession, ahead: Sequence[int], cycles: int) -> None:
         """Other tokens than those ``ahead``: what was there before or what will come, with another end, or any."""
-        rng, vocab = self.rng, session.model.info.vocab_size
-        some, kind = int(2 ** rng.uniform(0, 7)), rng.random()
+        rng = self.rng
+        some, kind = int(2 ** rng.uniform(0, 7)), int(rng.integers(3))
         if len(session.tokens) + some + 99 > session.state.capacity:
             return
-        if kind < 0.4 and session.tokens:
-            start = int(rng.integers(len(session.tokens)))
-            session.feed([*session.tokens[start : start + some], int(rng.integers(vocab))], chunk=9)
-        elif kind < 0.7:
-            session.feed([*ahead[:some], int(rng.integers(vocab))], chunk=9)
-        else:
-            session.feed([int(token) for token in rng.integers(0, vocab, some)], chunk=9)
+        start = int(rng.integers(len(session.tokens))) if session.tokens else 0
+        parts = (session.tokens[start : start + some], ahead[:some], rng.integers(0, VOCAB, some).tolist())
+        session.feed([*parts[kind], int(rng.integers(VOCAB))], chunk=9)
         for _ in range(cycles):
-            session.cycle(int(rng.integers(0, 6)), int(rng.integers(0, 6)), int(rng.integers(vocab)))
-
-
-def filed(saved: DrafterSnapshot, copy: SavedCopy, target: ForwardPass) -> DrafterSnapshot:
-    """What a session's file gives back for ``saved``."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "session"
-        described = SavedSession(
-            tokens=tuple(copy.tokens),
-            cycle=copy.cycles,
-            stats=Stats(),
-            snapshot=Snapshot(copy.state.length, copy.state.capacity, {}, {}),
-            drafter="under test",
-            drafter_snapshot=saved,
-        )
-        write_session(path, described, target)
-        read = read_session(path, target).drafter_snapshot
-    return DrafterSnapshot({}) if read is None else read
+            session.cycle(int(rng.integers(0, 6)), int(rng.integers(0, 6)), int(rng.integers(VOCAB)))
 
 
 def note_difference(clause: str, walk: Walk, other: Walk, what: str) -> None:

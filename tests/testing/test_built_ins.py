@@ -165,7 +165,7 @@ def test_a_model_of_eight_positions_drafts_as_far_as_they_reach(make_target):
     target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1], max_positions=8)
     assert target.info.max_positions == 8
     subject = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
-    check_subjects("eight positions", subject, only=["F13", "F18", "F22"]).raise_for_failures()
+    check_subjects("eight positions", subject, only=["F13", "F22"]).raise_for_failures()
 
 
 def test_the_mtp_drafter_over_a_real_head(make_target):

@@ -1,49 +1,40 @@
-"""Checks of targets: clauses F2 to F10, F12, F13, F15 to F19, F21, F22 and F25 to F30.
+"""Checks of targets: clauses F2 to F10, F12, F13, F15, F16, F19, F21, F22 and F27 to F30.
 
-The reference is the target itself in plain decoding: a fresh state, one row per pass.
+The reference is the target itself in plain decoding: a fresh state, one row per pass. Most clauses are plays: a long
+text is taken in by drawn steps of some kinds, with states made for all that the target gives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
 import numpy as np
+import torch
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import (
-    Choosing,
-    Context,
-    Drafter,
-    DrafterEnv,
-    Logits,
-    Needs,
-    Parity,
-    Sampling,
-    SharedWeights,
-    State,
-)
+from specdec.contract import Choosing, Context, Drafter, DrafterEnv, Logits, Parity, Sampling, SharedWeights, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.sampling import Rows
 from specdec.testing.checks import (
-    Broken,
     Run,
     check,
+    checks_of,
     expect,
     expect_equal,
     expect_error,
     not_applicable,
     own_generators,
 )
-from specdec.testing.engine_run import ScriptedDrafter, plain_decoding, run_engine
-from specdec.testing.memory import MOST_KEPT, alive
+from specdec.testing.engine_run import ScriptedDrafter, expect_plain_output, plain_decoding
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import ForwardPassSubject
-from specdec.testing.target_under_test import MTP, Play, TargetUnderTest, hidden_by_name, under_test
+from specdec.testing.target_under_test import DIFFERS, MTP, Play, TargetUnderTest, hidden_by_name, under_test
 from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
@@ -51,79 +42,72 @@ if TYPE_CHECKING:
 
     Float32 = NDArray[np.float32]
 
+_KINDS: Mapping[str, Sequence[str]] = {
+    "F2": ("prefill", "decode", "twice", "decode"),
+    "F3": ("prefill", "rewind", "decode"),
+    "F4": ("prefill", "restore", "decode", "restore"),
+    "F9": ("decode", "prefill"),
+    "F12": ("beside", "prefill", "beside"),
+    "F13": ("prefill", "draft", "draft", "decode"),
+    "F21": ("prefill", "twice", "rewind", "decode", "prefill"),
+    "F22": ("prefill", "decode", "draft", "decode", "draft", "rewind", "restore"),
+    "F27": ("prefill", "decode", "restore", "rewind", "draft"),
+}
+"""The steps of each play; some faults need a session without the first kind."""
 
-def play(
-    subject: ForwardPassSubject,
-    run: Run,
-    what: str,
-    *kinds: str,
-    needs: Callable[[Needs], object] = lambda needs: True,
-    length: int = 60,
-    examples: int = 6,
-    **how: bool,
-) -> None:
-    """Take a long text in by drawn steps of these kinds, with states made for all that the target gives.
 
-    Args:
-        needs: which states; the clause does not apply to a target that gives none of them.
-        length: at most so many steps.
-        how: ``hostile`` and ``at_once`` of ``Play``.
-    """
-    target = under_test(subject)
-    choices = list(filter(needs, target.needs()))
-    if not choices:
-        not_applicable("this target gives no hidden states between passes, or has no MTP head")
+def _play(subject: ForwardPassSubject, run: Run, clause: str) -> None:
+    target, head = under_test(subject), clause in ("F13", "F22")
+    choices = [needs for needs in target.needs() if needs.mtp >= head and bool(needs.hidden) >= (clause == "F21")]
+    if not choices or (clause == "F4" and target.info.max_positions < 4):
+        not_applicable("this target has no MTP head, gives no hidden states between passes, or holds too few tokens")
 
     def body(length: int, seed: int, made_for: int, left_out: int) -> None:
-        Play(target, what, needs=choices[made_for % len(choices)], **how).run(kinds[left_out:], seed, length)
+        with own_generators(seed):
+            Play(target, needs=choices[made_for % len(choices)]).run(_KINDS[clause][left_out:], seed, length)
 
+    longest, states = 30 if head else 60, st.integers(0, len(choices) - 1)
     run.explore(
         body,
-        examples=examples,
-        first=[{"length": length, "seed": seed, "made_for": seed - 1, "left_out": seed % 2} for seed in (1, 2)],
-        length=lengths(length),
+        examples=12 if head else 8,
+        length=lengths(longest),
         seed=seeds,
-        made_for=st.integers(0, len(choices) - 1),
-        left_out=st.integers(0, 1),  # some faults need a session without chunks
+        made_for=states,
+        left_out=st.integers(0, 1),
     )
 
 
-@check("F2")
-def any_interleaving(subject: ForwardPassSubject, run: Run) -> None:
-    """After any interleaving of prefill, decode and commit, every row has the logits of plain decoding."""
-    play(subject, run, "a row differs from plain decoding", "prefill", "decode", "twice", "decode", examples=8)
-
-
-@check("F3")
-def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
-    """``rewind(length)`` returns the length reached, at most ``length``; the state is then a plainly decoded one."""
-    what = "after rewinds a row differs from plain decoding"
-    play(subject, run, what, "prefill", "rewind", "decode", examples=8)
-    target = under_test(subject)
-    for length in (1, 5, 40, 150):
-        if length < target.length:
-            steps = [("prefill", min(target.chunk, length - at)) for at in range(0, length, target.chunk)]
-            Play(target, what).take(*steps, ("rewind", 0), ("rewind", length), *steps, ("decode", 1))
-
-
-@check("F4")
-def snapshots(subject: ForwardPassSubject, run: Run) -> None:
-    """``restore(snapshot)`` gives the state at the snapshot, made for the needs that are asked for, whatever happened
-    to the original or to copies since; rows that are not committed are not in it."""
-    if subject.make().info.max_positions < 4:
-        not_applicable("a state holds too few tokens")
-    play(subject, run, "a restored state differs from plain decoding", "prefill", "restore", "decode", "restore")
+checks_of(
+    _play,
+    {
+        "F2": "After any interleaving of prefill, decode and commit, every row has the logits of plain decoding.",
+        "F3": "``rewind(length)`` returns the length reached, at most ``length``; the state is then a plainly decoded "
+        "one.",
+        "F4": "``restore(snapshot)`` gives the state at the snapshot, made for the needs that are asked for, whatever "
+        "happened to the original or to copies since, also by way of a session's file; rows that are not committed are "
+        "not in it.",
+        "F9": "A pass returns exactly what its state was made for: hidden states, and from decode the logits of every "
+        "row.",
+        "F12": "States of one target do not influence each other, and logits stay valid while another sequence has a "
+        "pass.",
+        "F21": "Hidden states do not depend on chunks, rows per pass or other needs, and stay valid whatever passes "
+        "run later: bit-equal if BITWISE, close if NUMERIC.",
+        "F22": "``state.pairs`` accounts for every committed token, fed or waiting, after any calls, and drafts do not "
+        "change: bit-equal with BITWISE parity, except that more than ``max_rows`` waiting pairs are a chunk as in F6.",
+        "F27": "A target reads and moves no global random generator.",
+    },
+)
 
 
 @check("F5")
 def row_invariance(subject: ForwardPassSubject, run: Run) -> None:
     """BITWISE: the bits of a row do not depend on the rows of its pass. NUMERIC: they are close."""
     target = under_test(subject)
-    for number, before in enumerate((5, 300)):
+    for before in (5, 300):
         before = min(before, target.length // 2)
         most = min(target.info.max_rows, target.length - before)
-        for count in (*range(1, min(most, 33)), *range(33, most, 29), most) if number == 0 else (most, 2):
-            play = Play(target, f"in a pass of {count} rows, one differs from a pass of its own")
+        for count in (*range(1, min(most, 33)), *range(33, most, 29), most) if before <= 5 else (most, 2):
+            play = Play(target)
             target.prefill(play.state, before)
             play.at = before
             play.take(("decode", min(count, most)))
@@ -133,18 +117,13 @@ def row_invariance(subject: ForwardPassSubject, run: Run) -> None:
 def any_chunking(subject: ForwardPassSubject, run: Run) -> None:
     """Any chunking of a prompt leaves the same state: bit-equal with BITWISE parity, except that ``parity_reason`` may
     say that chunks of more than ``max_rows`` tokens have other bits."""
-    target = under_test(subject)
+    target, rng = under_test(subject), np.random.default_rng(run.seed)
     most, longest = target.info.max_rows, min(300, target.length - 1)
-
-    def body(length: int, chunk: int) -> None:
-        exact = chunk <= most or not target.chunks_differ
+    chunks = [longest, 1, most + 1, 65, most, 7, 129, *(2 ** rng.uniform(0, 8, run.count(6))).astype(int).tolist()]
+    for chunk in (min(chunk, longest) for chunk in chunks):
+        length, exact = min(2 * chunk + 3, longest), chunk <= most or not target.chunks_differ
         steps = [("prefill", min(chunk, length - at)) for at in range(0, length, chunk)]
-        what = "after a prompt in these chunks a row differs from plain decoding"
-        Play(target, what, exact=exact).take(*steps, ("decode", 1))
-
-    chunks = [chunk for chunk in (longest, 1, most + 1, 65, most, 7, 129) if chunk <= longest]
-    first = [{"length": min(2 * chunk + 3, longest), "chunk": chunk} for chunk in chunks]
-    run.explore(body, examples=8, first=first, length=lengths(longest), chunk=lengths(longest))
+        Play(target, needs=target.hidden, exact=exact).take(*steps, ("decode", 1))
 
 
 def _misuses(target: TargetUnderTest) -> list[tuple[str, Callable[[State], object], type[Exception]]]:
@@ -261,16 +240,6 @@ def _expect_ids(got: Sequence[int], expected: list[int], what: str) -> None:
     expect(types <= {"int"}, f"an id of {what} is not a plain int", got=sorted(types))
 
 
-@check("F9")
-def outputs(subject: ForwardPassSubject, run: Run) -> None:
-    """A pass returns exactly what its state was made for: hidden states, and from decode the logits of every row."""
-    target = under_test(subject)
-    rows = min(2, target.info.max_rows)
-    for needs in target.needs():
-        before = min(5, target.length - rows)
-        Play(target, "a row differs from plain decoding", needs=needs).take(("prefill", before), ("decode", rows))
-
-
 @check("F10")
 def counts_tokens(subject: ForwardPassSubject, run: Run) -> None:
     """A state counts its committed tokens and its bytes, has the requested capacity, and can be filled completely by
@@ -278,7 +247,7 @@ def counts_tokens(subject: ForwardPassSubject, run: Run) -> None:
     target = under_test(subject)
     capacity = min(9, target.info.max_positions)
     for rows in range(1, min(target.info.max_rows, capacity - 1) + 1):
-        play = Play(target, "the last positions of a state are not usable", capacity=capacity)
+        play = Play(target, capacity=capacity)
         expect_equal((play.state.length, play.state.capacity), (0, capacity), "an empty state has another size")
         first = min(capacity // 2, capacity - rows)
         play.take(("prefill", first), *[("decode", 1)] * (capacity - rows - first), ("decode", rows))
@@ -286,52 +255,40 @@ def counts_tokens(subject: ForwardPassSubject, run: Run) -> None:
         expect(type(taken) is int and taken > 0, "nbytes is not the number of bytes of its tokens", got=taken)
 
 
-@check("F12")
-def states_apart(subject: ForwardPassSubject, run: Run) -> None:
-    """States of one target do not influence each other, and logits stay valid while another sequence has a pass."""
-    play(subject, run, "a pass of another sequence changed this one", "beside", "prefill", "beside", examples=6)
-
-
 @check("F13")
 def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
-    """Without a head, MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks have no effect."""
+    """Without a head, MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks have no effect,
+    and a greedy draft in one call is that of single steps."""
     target = under_test(subject)
     error = StateError if target.info.mtp_layers else UnsupportedError
     what = "a draft from a state that was made without Needs.mtp"
     expect_error(error, lambda: target.model.draft_mtp(target.prefilled(2), target.text[2], 1), what)
-    if not target.info.mtp_layers:
+    if target.info.mtp_layers:
+        _play(subject, run, "F13")
+    else:
         expect_error(UnsupportedError, lambda: target.state(needs=MTP), "a state for MTP drafts, without a head")
-        return
-    play(subject, run, "MTP drafts depend on chunks or on earlier drafts", "prefill", "draft", "draft", **_HEAD)
-
-
-_HEAD: dict[str, Any] = {"needs": lambda needs: needs.mtp, "length": 30}
-_HIDDEN: dict[str, Any] = {"needs": lambda needs: needs.hidden, "examples": 4}
 
 
 @check("F15")
 def target_in_the_engine(subject: ForwardPassSubject, run: Run) -> None:
     """In the engine with the strict verifier, right, wrong and mixed drafts give the tokens of plain decoding."""
-    model, verifier = subject.make(), StrictVerifier()
+    model, verifier = under_test(subject).model, StrictVerifier()
     vocab, capacity = model.info.vocab_size, min(64, model.info.max_positions)
     prompt = [(7 * i + 3) % vocab for i in range(5)]
     count = min(16, capacity - len(prompt))
-    for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature=temperature, seed=17)
-        plain = plain_decoding(model, verifier, prompt, count, sampling, capacity)
-        text = [*prompt, *plain]
-        for wrong in (0, 1, 2, 3):
+    for number in range(8):
+        wrong, sampling = number // 2, Sampling(temperature=number % 2, seed=17)
+        text = [*prompt, *plain_decoding(model, verifier, prompt, count, sampling, capacity), 0]
 
-            def script(history: list[int], number: int, wrong: int = wrong, text: list[int] = text) -> int:
-                right = text[len(history)] if len(history) < len(text) else 0
-                return (right + 1) % vocab if wrong and (len(history) + number) % wrong == 0 else right
+        def script(history: list[int], row: int, wrong: int = wrong, text: list[int] = text) -> int:
+            """The right token, but for every so many."""
+            off, right = wrong > 0 and (len(history) + row) % wrong == 0, text[min(len(history), len(text) - 1)]
+            return (right + off) % vocab
 
-            def make(env: DrafterEnv, script: Callable[[list[int], int], int] = script) -> Drafter:
-                return ScriptedDrafter(script)
+        def make(env: DrafterEnv, script: Callable[[list[int], int], int] = script) -> Drafter:
+            return ScriptedDrafter(script)
 
-            got, _ = run_engine(model, verifier, make, prompt, count, [1, 4, 2, 0], sampling, capacity=capacity)
-            case = {"every_nth_draft_token_wrong": wrong, "temperature": temperature}
-            expect_equal(got, plain, "the output is not that of plain decoding", **case)
+        expect_plain_output(model, verifier, make, prompt, count, [1, 4, 2, 0], sampling, capacity=capacity)
 
 
 @check("F16")
@@ -344,41 +301,8 @@ def info_filled_in(subject: ForwardPassSubject, run: Run) -> None:
         value = getattr(info, name)
         expect(type(value) is int and value >= least, f"{name} is not an int of {least} or more", got=value)
     expect(isinstance(info.parity, Parity), "parity is not declared", got=info.parity)
-    Play(target, "a row differs from plain decoding").take(("prefill", 1), ("decode", 1), ("restore", 0))
+    Play(target).take(("prefill", 1), ("decode", 1), ("restore", 0))
     expect_equal(target.model.info, info, "passes change info")
-
-
-@check("F17")
-def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
-    """Hidden states stay valid whatever passes run later: a drafter may hold them for many cycles."""
-    play(subject, run, "a row differs from plain decoding", "prefill", "decode", "decode", **_HIDDEN)
-
-
-@check("F21")
-def any_passes(subject: ForwardPassSubject, run: Run) -> None:
-    """Hidden states do not depend on chunks, rows per pass or other needs: bit-equal if BITWISE, close if NUMERIC."""
-    play(subject, run, "a row differs from plain decoding", "prefill", "twice", "rewind", "prefill", **_HIDDEN)
-    target = under_test(subject)
-    for needs in target.needs():
-        for count in (17, 65, 300) if needs.hidden else ():
-            if count < target.length:
-                exact = count <= target.info.max_rows or not target.chunks_differ
-                Play(target, "a long prompt", needs=needs, exact=exact).take(("prefill", count))
-
-
-@check("F18")
-def drafts_in_one_call(subject: ForwardPassSubject, run: Run) -> None:
-    """A greedy draft in one call gives the same tokens and the same state as single steps."""
-    what = "a draft in one call differs from single steps"
-    play(subject, run, what, "decode", "draft", "prefill", "draft", at_once=True, **_HEAD)
-
-
-@check("F22")
-def ledger(subject: ForwardPassSubject, run: Run) -> None:
-    """``state.pairs`` accounts for every committed token, fed or waiting, after any calls, and drafts do not change:
-    bit-equal with BITWISE parity, except that more than ``max_rows`` waiting pairs are a chunk as in F6."""
-    kinds = ("prefill", "decode", "draft", "decode", "draft", "rewind", "restore")
-    play(subject, run, "a draft differs from that of a fresh state", *kinds, examples=8, **_HEAD)
 
 
 @check("F19")
@@ -387,34 +311,26 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
     target = under_test(subject)
     model, vocab, length = target.model, target.info.vocab_size, min(5, target.length - 1)
     ids = sorted({*target.text[:3], vocab - 1})[: max(1, vocab - 2)]
-    rest = [token for token in range(vocab) if token not in ids] or ids
-    first, second = rest[0], rest[-1]
+    first, *_, second = [token for token in range(vocab) if token not in ids] * 2 or ids * 2
     try:
         head = model.draft_head(ids[::-1])
     except UnsupportedError as error:
         not_applicable(f"it makes no draft heads: {error.args[0] if error.args else error}")
-    both = head.extended([second, ids[0], first])
-    alone, other = head.extended([first]), head.extended([second])  # two extensions of one head
-    heads = [
-        (head, ids),
-        (both, sorted({*ids, first, second})),
-        (alone, sorted({*ids, first})),
-        (other, sorted({*ids, second})),
-        (alone.extended([second]), sorted({*ids, first, second})),
-        (head.extended([]), ids),
-    ]
+    alone, both = head.extended([first]), head.extended([second, ids[0], first])  # two extensions of one head
+    heads = [(alone.extended([second]), {first, second}), (both, {first, second}), (alone, {first}), (head, set())]
 
     def steps(head: Any = None) -> list[Float32]:
         state = target.prefilled(length, needs=MTP)
         return target.draft(state, target.text[length], 2, head=head, forced=target.text[7:9])[1]
 
     full = steps()
-    for pruned, expected in heads:
+    for pruned, added in heads:
+        expected = sorted({*ids, *added})
         expect_equal(list(pruned.tokens), expected, "a head's ids or their order differ from the request")
-        for name, logits, plain in zip(("true pairs", "a chained pair"), steps(pruned), full, strict=True):
+        for logits, plain in zip(steps(pruned), full, strict=True):  # of true pairs, and of a chained one
             beyond = np.setdiff1d(np.flatnonzero(logits > -np.inf), expected)
-            expect(not len(beyond), f"over {name}, an id outside the head has a logit", got=beyond, expected=expected)
-            what = f"over {name}, the logits differ from those of the whole head"
+            expect(not len(beyond), "an id outside the head has a logit", got=beyond, expected=expected)
+            what = "the logits differ from those of the whole head"
             target.expect_close(logits[expected], plain[expected], what, exact=False, ids=expected)
     target.expect_close(steps()[0], full[0], "draft heads change the logits of the whole head")
     for outside in (vocab, -1):
@@ -423,46 +339,12 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
             expect_error(PromptError, partial(make, [ids[0], outside]), what, id=outside)
 
 
-@check("F25")
-def through_files(subject: ForwardPassSubject, run: Run) -> None:
-    """A state that was copied, or saved to a session's file and loaded, continues with the bits of the original."""
-    what = "after a copy or a file a row differs from plain decoding"
-    play(subject, run, what, "file", "prefill", "decode", "restore", "decode", examples=5)
-
-
-@check("F26")
-def hostile_hands(subject: ForwardPassSubject, run: Run) -> None:
-    """What a target hands over may be written into, and what it was given is the caller's again: neither changes what
-    the target answers later, and a target leaves its arguments as they are."""
-    what = "a caller wrote into what it was handed, and a later row differs from plain decoding"
-    play(subject, run, what, "decode", "prefill", "restore", "beside", "decode", hostile=True, examples=5)
-    target = under_test(subject)
-    if target.info.mtp_layers:
-        play(subject, run, "after a caller used its list of tokens again", "decode", "draft", hostile=True, **_HEAD)
-    rows = min(3, target.info.max_rows, target.length)
-    for _ in range(3):  # the same question again
-        play_again = Play(target, what, hostile=True)
-        play_again.take(("decode", rows))
-
-
-@check("F27")
-def no_chance(subject: ForwardPassSubject, run: Run) -> None:
-    """A target reads and moves no global random generator, and answers the same however often it is asked."""
-    for seed in (1, 2, 3):
-        target = TargetUnderTest(subject)
-        with own_generators(seed):
-            for needs in target.needs():
-                player = Play(target, "the same calls give other logits when they are repeated", needs=needs)
-                rows = min(target.info.max_rows, target.length - 3)
-                player.take(("prefill", 2), ("draft", 2), ("decode", rows), ("restore", 0), ("rewind", 1))
-
-
 @check("F28")
 def states_are_freed(subject: ForwardPassSubject, run: Run) -> None:
     """A state is freed with its sequence: a target keeps neither states nor what it handed over."""
     target = under_test(subject)
     references: dict[str, list[weakref.ref[Any]]] = {}
-    for _ in range(3 * MOST_KEPT):
+    for _ in range(12):
         state = target.prefilled(min(4, target.length - 1))
         logits = target.model.decode(state, target.text[:1]).need_logits()
         logits.argmax()
@@ -472,9 +354,11 @@ def states_are_freed(subject: ForwardPassSubject, run: Run) -> None:
         for part in (state, copy, logits):
             with contextlib.suppress(TypeError):  # a class without weak references
                 references.setdefault(type(part).__name__, []).append(weakref.ref(part))
+        del state, copy, logits, part
+    gc.collect()
     for kind, dead in references.items():
-        kept = alive(dead)
-        expect(kept <= MOST_KEPT, f"{kind} stays in memory after its sequence", got=kept, expected=MOST_KEPT)
+        kept = sum(reference() is not None for reference in dead)
+        expect(kept <= 4, f"{kind} stays in memory after its sequence", got=f"{kept} of {len(dead)}")
 
 
 @check("F29")
@@ -483,49 +367,30 @@ def shared_weights(subject: ForwardPassSubject, run: Run) -> None:
     UnsupportedError."""
     target = under_test(subject)
     try:
-        shared = target.model.shared_weights()
+        before = _readings(target.model.shared_weights(), target)
     except UnsupportedError as error:
         not_applicable(f"this target hands out no weights: {error.message}")
-    before = _readings(shared, target)
-    Play(target, "a row differs from plain decoding").take(("prefill", 1), ("decode", 1))
-    for again in (shared, target.model.shared_weights()):
-        expect_equal(again.embed_scale, shared.embed_scale, "the scale of embeddings changed")
-        for what, array in _readings(again, target).items():
-            expect_equal(array, before[what], f"{what} changed between two calls, or in a pass")
+    Play(target).take(("prefill", 1), ("decode", 1))
+    for one, other in zip(_readings(target.model.shared_weights(), target), before, strict=True):
+        expect_equal(one, other, "the shared weights changed between two calls, or in a pass")
 
 
-def _readings(shared: SharedWeights, target: TargetUnderTest) -> dict[str, Float32]:
-    """What a head reads of both matrices: themselves, or through their ops embedded tokens and the logits of these."""
-    vocab, size = target.info.vocab_size, target.info.hidden_size
-    scale: object = shared.embed_scale
-    known = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < float("inf")
-    expect(known, "the scale of embeddings is no number above 0", got=scale)
-    if shared.ops is None:
-        matrices = {"embed_tokens": shared.embed_tokens, "lm_head": shared.lm_head}
-        values = {name: _floats(matrix) for name, matrix in matrices.items()}
-        shapes = {"embed_tokens": (vocab, size), "lm_head": (vocab, size)}
+def _readings(shared: SharedWeights, target: TargetUnderTest) -> list[Any]:
+    """What a head reads: both matrices, or through their ops embedded tokens and the logits of these, and the scale."""
+    vocab, size, ops = target.info.vocab_size, target.info.hidden_size, shared.ops
+    tokens = [0, vocab - 1, vocab // 2, 0]
+    if ops is None:
+        values = [np.array(torch.as_tensor(one).float()) for one in (shared.embed_tokens, shared.lm_head)]
+        shapes = [(vocab, size), (vocab, size)]
     else:
-        ops, tokens = shared.ops, [0, vocab - 1, vocab // 2, 0]
         rows = ops.embed(shared.embed_tokens, tokens)
-        values = {"embed_tokens": ops.to_host(rows).float().numpy(), "lm_head": ops.head(rows, shared.lm_head).rows()}
-        shapes = {"embed_tokens": (len(tokens), size), "lm_head": (len(tokens), vocab)}
-    for what, array in values.items():
-        expect_equal(array.shape, shapes[what], f"{what} gives values of another shape")
-        expect(bool(np.isfinite(array).all()), f"{what} gives values that are not finite", got=array)
-    return values
-
-
-def _floats(array: Any) -> Float32:
-    """An array in host memory as float32, copied. Raises: Broken if torch does not take it."""
-    import torch
-
-    try:
-        tensor = torch.as_tensor(array)
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"shared weights without ops are none that torch takes: {error}"
-        raise Broken(what, got=type(array).__name__) from error
-    copied: Float32 = tensor.detach().float().numpy().copy()
-    return copied
+        values = [ops.to_host(rows).float().numpy(), ops.head(rows, shared.lm_head).rows()]
+        shapes = [(len(tokens), size), (len(tokens), vocab)]
+    expect_equal([array.shape for array in values], shapes, "embed_tokens or lm_head gives values of another shape")
+    for array in values:
+        expect(bool(np.isfinite(array).all()), "embed_tokens or lm_head gives values that are not finite", got=array)
+    expect(0 < shared.embed_scale < np.inf, "the scale of embeddings is no number above 0", got=shared.embed_scale)
+    return [*values, shared.embed_scale]
 
 
 @check("F30")
@@ -533,7 +398,6 @@ def batches(subject: ForwardPassSubject, run: Run) -> None:
     """``decode_batch`` gives every state the output of its own ``decode``, whatever the others hold, and each commits
     on its own."""
     target = under_test(subject)
-    what = "a row of a batch differs from plain decoding"
     for number in run.repeat(8, least=3):
         rng = np.random.default_rng([run.seed, number])
         needs = target.needs()[number % len(target.needs())]
@@ -547,9 +411,9 @@ def batches(subject: ForwardPassSubject, run: Run) -> None:
             outputs = target.model.decode_batch(list(zip(states, texts, strict=True)))
             expect_equal([output.rows for output in outputs], rows, "the outputs are not those of the states in order")
             for state, at, count, output in zip(states, places, rows, outputs, strict=True):
-                target.expect_plain(output.need_logits().rows(), at, what)
+                target.expect_plain(output.need_logits().rows(), at, DIFFERS)
                 for name, hidden in hidden_by_name(output).items():
-                    target.expect_plain(hidden.rows(), at, what, name=name)
+                    target.expect_plain(hidden.rows(), at, DIFFERS, name=name)
                 target.model.commit(state, int(rng.integers(count + 1)))
         for state in states:
             target.expect_next(state, "after batches a row differs from plain decoding")

@@ -16,57 +16,42 @@ import numpy as np
 
 from specdec.contract import Context, ProcessorEnv
 from specdec.errors import SpecdecError
-from specdec.testing.byte_tokenizer import byte_tokenizer
 from specdec.testing.checks import Faults, Run, checks_of, not_applicable, own_generators
+from specdec.testing.second_model import byte_tokenizer
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import LogitsProcessorSubject
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
 
-LONG = 700  # tokens of a long history
-ROWS = 120  # rows asked for in one walk
+ROWS = 120  # rows asked for in one run
+ENVIRONMENTS = ((257, 3, 700), (40, 1, 60), (257, 60, 200), (5, 9, 30), (1, 2, 20), (257, 300, 700))
+"""Vocabulary, where generation starts, and the most tokens after that."""
+
+Row = tuple["Float32", list[int], tuple[int, ...]]
+"""The logits of a row, its history, and drafted tokens after it."""
 
 
-@attrs.frozen
-class _Row:
-    """One question: the logits of a row, its history, and drafted tokens after it."""
-
-    logits: Float32
-    history: list[int]
-    draft: tuple[int, ...]
-
-
-def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[_Row]:
+def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[Row]:
     """Rows as a generation asks for them: histories grow, drafts are rejected, and now and then much is taken back."""
-    rng = np.random.default_rng([seed, 3])
-    vocab = env.vocab_size
-    rows: list[_Row] = []
-    history = [int(token) for token in rng.integers(0, vocab, env.generated_from)]
+    rng, vocab, start = np.random.default_rng([seed, 3]), env.vocab_size, env.generated_from
+    rows: list[Row] = []
+    history = rng.integers(0, vocab, start).tolist()
     while len(rows) < count:
-        if rng.random() < 0.1:
-            back = int(2 ** rng.uniform(0, 9))
-            del history[max(env.generated_from, len(history) - back) :]
+        if rng.random() < 0.1 or len(history) >= longest:
+            del history[max(start, len(history) - int(2 ** rng.uniform(0, 9))) :]
         steps = 1 if rng.random() < 0.8 else int(2 ** rng.uniform(0, 7))
-        for _ in range(min(steps, longest - len(history))):
-            again = history and rng.random() < 0.4
-            history.append(
-                history[-int(rng.integers(1, min(len(history), 9) + 1))] if again else int(rng.integers(vocab))
-            )
-        draft = tuple(int(token) for token in rng.integers(0, vocab, int(rng.choice([*range(9), 11, 15]))))
-        if history and rng.random() < 0.5:
-            draft = (*draft[:2], *history[-3:])[: int(rng.integers(0, 6))]
+        for _ in range(min(steps, longest - len(history))):  # some tokens come again
+            again = rng.random() < 0.4
+            history.append(int(rng.choice(history[-9:])) if again and history else int(rng.integers(vocab)))
+        draft = rng.integers(0, vocab, int(rng.choice([*range(9), 11, 15]))).tolist()
+        if rng.random() < 0.5:
+            draft = [*draft[:2], *history[-3:]][: int(rng.integers(0, 6))]
         logits = rng.normal(0, 3, vocab).astype(np.float32)
         if rng.random() < 0.2:
             logits[int(rng.integers(vocab))] = 40.0
-        rows.append(_Row(logits, list(history), draft))
-        if len(history) >= longest:
-            del history[env.generated_from + 1 :]
+        rows.append((logits, list(history), tuple(draft)))
     return rows
-
-
-ENVIRONMENTS = ((257, 3, LONG), (40, 1, 60), (257, 60, 200), (5, 9, 30), (1, 2, 20), (257, 300, LONG))
-"""Vocabulary, where generation starts, and the most tokens after that."""
 
 
 def _environments(subject: LogitsProcessorSubject) -> list[tuple[ProcessorEnv, int]]:
@@ -90,8 +75,8 @@ class _Asked:
     """Asks a processor, and looks at what it answers and whether it leaves alone what it is given."""
 
     def __init__(self, subject: LogitsProcessorSubject, env: ProcessorEnv, faults: Faults) -> None:
-        self.processor, self.env, self.faults = subject.make(env), env, faults
-        self.latest: list[tuple[Any, Float32, list[int]]] = []  # answers, copies of them, and their histories
+        self.processor, self.vocab, self.faults = subject.make(env), env.vocab_size, faults
+        self.latest: tuple[Any, Float32] | None = None  # an answer, and a copy of it
 
     def process(self, logits: Float32, history: Sequence[int]) -> Float32:
         tokens, before, note = list(history), logits.copy(), self.faults.note
@@ -100,25 +85,24 @@ class _Asked:
         self.faults.note_equal("L3", list(history), tokens, "the history was changed", history=tokens)
         note("L1", isinstance(answer, np.ndarray), "process returns no array", got=answer, history=tokens)
         answer = np.asarray(answer)
-        form, expected = (answer.shape, str(answer.dtype)), ((self.env.vocab_size,), "float32")
+        form, expected = (answer.shape, str(answer.dtype)), ((self.vocab,), "float32")
         note("L1", form == expected, "process returns another shape or dtype", got=form, expected=expected)
         note("L1", bool((answer < np.inf).all()), "a logit is NaN or infinite", got=answer, history=tokens)
-        for former, copied, where in self.latest:
-            same = np.array_equal(former, copied)
-            note("L6", same, "a later call changed an answer that was handed over", history=where, later=tokens)
-        self.latest = [*self.latest[-2:], (answer, np.array(answer, copy=True), tokens)]
-        return self.latest[-1][1]
+        if self.latest is not None:
+            what = "a later call changed an answer that was handed over"
+            self.faults.note_equal("L6", *self.latest, what, later=tokens)
+        self.latest = answer, answer.copy()
+        return self.latest[1]
 
-    def legal(self, row: _Row) -> int:
-        history, note, draft = list(row.history), self.faults.note, row.draft
-        count: Any = self.processor.legal(draft, history)
-        case = {"history": row.history, "draft": draft}
-        note("L3", history == row.history, "legal changed the history", **case)
-        kind = f"{count!r} of type {type(count).__name__}"
-        note("L5", type(count) is int, "legal does not return a plain int", got=kind, **case)
-        note("L5", 0 <= count <= len(draft), "legal is outside the draft", got=count, **case)
-        if 0 <= count < len(draft):
-            answer = self.processor.process(row.logits.copy(), [*row.history, *draft[:count]])
+    def legal(self, row: Row) -> int:
+        logits, history, draft = row
+        given, note, case = list(history), self.faults.note, {"history": history, "draft": draft}
+        count: Any = self.processor.legal(draft, given)
+        note("L3", given == history, "legal changed the history", **case)
+        inside = type(count) is int and 0 <= count <= len(draft)
+        note("L5", inside, "legal is no plain int of 0 to the draft's length", got=repr(count), **case)
+        if inside and count < len(draft):
+            answer = self.processor.process(logits.copy(), [*history, *draft[:count]])
             what = f"legal cuts token {draft[count]}, which process allows"
             note("L5", answer[draft[count]] == -np.inf, what, got=count, **case)
         return int(count)
@@ -129,10 +113,10 @@ class _Asked:
         note("L7", isinstance(given, list | tuple), "forced returns no list of tokens", **case)
         note("L7", list(again) == list(given), "forced gives other tokens when asked again", got=again, **case)
         for count, token in enumerate(given):
-            inside = type(token) is int and 0 <= token < self.env.vocab_size
+            inside = type(token) is int and 0 <= token < self.vocab
             note("L7", inside, "forced gives what is no plain int inside the vocabulary", got=token, **case)
             if inside:
-                zeros = np.zeros(self.env.vocab_size, np.float32)
+                zeros = np.zeros(self.vocab, np.float32)
                 allowed = self.processor.process(zeros, [*history, *given[:count]])[token] > -np.inf
                 note("L7", bool(allowed), "forced gives a token that process forbids there", got=token, **case)
 
@@ -140,37 +124,36 @@ class _Asked:
 def _processors(subject: LogitsProcessorSubject, number: int, seed: int, rows: int) -> Faults:
     """Drive a processor through the rows of a generation, beside another sequence."""
     env, longest = (taken := _environments(subject))[number % len(taken)]
-    faults, drawn = Faults(), _rows(seed, env, rows, longest)
-    other_env = attrs.evolve(env, generated_from=env.generated_from + 2)
-    walked, other = _Asked(subject, env, faults), _Asked(subject, other_env, Faults())
-    others = _rows(len(drawn), other_env, 20, env.generated_from + LONG)
-    chosen: list[int] | None = drawn[0].history[: env.generated_from]  # a text that its own masks allow
-    printed = io.StringIO()
+    faults, other_env = Faults(), attrs.evolve(env, generated_from=env.generated_from + 2)
+    driven, other = _Asked(subject, env, faults), _Asked(subject, other_env, Faults())
+    drawn, others = _rows(seed, env, rows, longest), _rows(rows, other_env, 20, other_env.generated_from + 700)
+    chosen = drawn[0][1][: env.generated_from]  # a text that its own masks allow
+    going, printed = True, io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         for place, row in enumerate(drawn):
-            other.process(others[place % len(others)].logits.copy(), others[place % len(others)].history.copy())
-            masked = row.logits.copy()
-            masked[place % env.vocab_size] = -np.inf
-            history: Sequence[int] = row.history.copy()
-            if place % 3:  # the engine has other sequences too
-                history = tuple(history) if place % 3 == 1 else Context(row.history.copy())
+            logits, tokens, _ = row
+            aside, past, _ = others[place % len(others)]
+            other.process(aside.copy(), list(past))
+            masked = logits.copy()
+            masked[place % env.vocab_size] = -np.inf if env.vocab_size > 1 else 0
+            history = (list, tuple, Context)[place % 3](list(tokens))  # all of them are sequences
             fresh, what = _Asked(subject, env, faults), "the answer is not that of a new processor for this row alone"
-            expected, legal = fresh.process(row.logits.copy(), list(row.history)), fresh.legal(row)
+            expected, legal = fresh.process(logits.copy(), list(tokens)), fresh.legal(row)
             with faults.of("L2"), own_generators(place) if place % 16 == 0 else contextlib.nullcontext():
-                for logits in (row.logits, masked, row.logits) if env.vocab_size > 1 else (row.logits, row.logits):
-                    got = walked.process(logits.copy(), history)
-                    if logits is row.logits:
-                        faults.note_equal("L2", got, expected, what, history=row.history, row=place)
-                    faults.note_equal("L2", walked.legal(row), legal, f"{what}: legal", history=row.history, row=place)
-            if chosen is not None:
-                walked.forced(chosen)
-                allowed = np.flatnonzero(walked.process(row.logits.copy(), list(chosen)) > -np.inf)
-                faults.note("L4", len(allowed), "every token is forbidden", history=chosen)
-                further = np.setdiff1d(allowed, env.end_tokens)
-                token = [int(further[int(abs(row.logits[0]) * 1000) % len(further)])] if len(further) else None
-                chosen = None if token is None else [*chosen, *token]
+                for values in (logits, masked, logits):
+                    got = driven.process(values.copy(), history)
+                    if values is logits:
+                        faults.note_equal("L2", got, expected, what, history=tokens, row=place)
+                    faults.note_equal("L2", driven.legal(row), legal, f"{what}: legal", history=tokens, row=place)
             if "L1" in faults:
                 break
+            if going:
+                driven.forced(chosen)
+                allowed = np.flatnonzero(driven.process(logits.copy(), list(chosen)) > -np.inf)
+                faults.note("L4", len(allowed), "every token is forbidden", history=chosen)
+                further = np.setdiff1d(allowed, env.end_tokens).tolist()
+                chosen += further[place % max(len(further), 1) :][:1]
+                going = bool(further)
     faults.note("L3", not printed.getvalue(), "something was printed", got=printed.getvalue())
     return faults
 

@@ -210,15 +210,6 @@ class ReusesItsBuffer(Honest):
         return Draft(draft.tokens, self.buffer[: len(draft.probs)])
 
 
-class KeepsOutputs(Honest):
-    def __init__(self, env=None) -> None:
-        super().__init__(env)
-        self.outputs = []
-
-    def observe(self, verdict, output, context):
-        self.outputs.append(output)
-
-
 class NeverAgain(Honest):
     """Asked again after the same tokens, it drafts nothing."""
 
@@ -252,6 +243,5 @@ BROKEN = {
     SavesItsLivingArray: "D17",
     ReportsARateOfNothing: "D18",
     ReusesItsBuffer: "D19",
-    KeepsOutputs: "D20",
     NeverAgain: "D22",
 }

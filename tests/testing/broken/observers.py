@@ -22,14 +22,6 @@ class Prints:
         sys.stdout.write(f"{record.accepted}\n")
 
 
-class Keeps:
-    def __init__(self):
-        self.records = []
-
-    def specdec_cycle(self, record):
-        self.records.append(record)
-
-
 class OwnThread:
     def __init__(self):
         self.thread = None
@@ -39,4 +31,4 @@ class OwnThread:
         assert threading.get_ident() == self.thread
 
 
-BROKEN = {Divides: "S1", Samples: "S2", Prints: "S3", Keeps: "S4", OwnThread: "S6"}
+BROKEN = {Divides: "S1", Samples: "S2", Prints: "S3", OwnThread: "S6"}

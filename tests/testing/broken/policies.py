@@ -75,17 +75,6 @@ class Random(DepthPolicy):
         return random.randrange(3) + 1
 
 
-class KeepsRecords(DepthPolicy):
-    def __init__(self):
-        self.records = []
-
-    def next_depth(self, stats):
-        return 2
-
-    def record(self, cycle):
-        self.records.append(cycle)
-
-
 BROKEN = {
     Truth: "P1",
     DividesByCycles: "P2",
@@ -95,5 +84,4 @@ BROKEN = {
     SharesCounters: "P6",
     CountsQuestions: "P7",
     Explains: "P8",
-    KeepsRecords: "P10",
 }

@@ -165,15 +165,6 @@ class HalfTheSeed(StrictVerifier):
         return super().verify(draft, logits, Context(list(context), sampling, **where))
 
 
-class KeepsLogits(StrictVerifier):
-    def __init__(self):
-        self.seen = []
-
-    def verify(self, draft, logits, context):
-        self.seen.append(logits)
-        return super().verify(draft, logits, context)
-
-
 BROKEN = {
     NumpyTokens: "V1",
     TakesAnyRows: "V2",
@@ -189,5 +180,4 @@ BROKEN = {
     StaleHistory: "V12",
     GreedyInLongTexts: "V13",
     HalfTheSeed: "V14",
-    KeepsLogits: "V16",
 }

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import attrs
 import numpy as np
-import torch
 
 from specdec import (
     Context,
@@ -20,11 +19,9 @@ from specdec import (
     DrafterSnapshot,
     DrafterSpec,
     ForwardOutput,
-    ForwardPass,
     Guarantee,
     Logits,
     LogitsProcessor,
-    ModelInfo,
     Needs,
     Parity,
     ProcessorSpec,
@@ -33,8 +30,8 @@ from specdec import (
     VerifierSpec,
     hookimpl,
 )
-from specdec.contract import NO_NEEDS, DraftNoise, Snapshot, State
-from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
+from specdec.contract import NO_NEEDS, DraftNoise
+from specdec.errors import UnsupportedError
 from specdec.testing import TableModel
 from specdec.testing.table_model import TableLogits
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
@@ -283,122 +280,6 @@ class ReachesEighths(Table):
 
     def rewind(self, state: Any, length: int) -> int:
         return super().rewind(state, length if not 0 <= length <= state.held else length // 8 * 8)
-
-
-class TorchLogits(Logits):
-    """Logits ``[T, V]`` of torch."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def argmax(self) -> list[int]:
-        return [int((row == row.max()).nonzero()[0]) for row in self.array]
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        values, ids = self.array.sort(dim=-1, descending=True, stable=True)
-        return ids[:, :k].tolist(), values[:, :k].tolist()
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        return [float(row[token]) for row, token in zip(self.array, tokens, strict=False)]
-
-    def logsumexp(self) -> list[float]:
-        values: list[float] = self.array.double().logsumexp(-1).tolist()
-        return values
-
-    def rows(self) -> Any:
-        return self.array.numpy().copy()
-
-
-class TokenList(State):
-    """A list of tokens is all that it holds."""
-
-    def __init__(self, capacity: int, needs: Needs, tokens: Sequence[int] = ()) -> None:
-        self.needs, self.most, self.tokens = needs, capacity, list(tokens)
-        self.drafted: list[int] | None = None
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def capacity(self) -> int:
-        return self.most
-
-    def nbytes(self) -> int:
-        return 8 * self.most
-
-
-@correct("target")
-class TorchOnly(ForwardPass):
-    """A table in torch over the last two tokens; its state is a list, its snapshot a torch tensor, and no numpy."""
-
-    def __init__(self) -> None:
-        vocab = 50
-        self.table = torch.randn((2, vocab, vocab), generator=torch.Generator().manual_seed(3)) * 2
-        self.info = ModelInfo(
-            family="table",
-            vocab_size=vocab,
-            hidden_size=1,
-            max_positions=512,
-            mtp_layers=0,
-            gives_hidden=False,
-            max_rows=8,
-            parity=Parity.BITWISE,
-            parity_reason="rows are looked up",
-        )
-
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TokenList:
-        if not 1 <= capacity <= self.info.max_positions:
-            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, not {capacity}")
-        if missing := needs.unmet(self.info):
-            raise UnsupportedError(f"the drafter needs {missing}")
-        return TokenList(capacity, needs)
-
-    def taken(self, state: Any, tokens: Sequence[int]) -> list[int]:
-        if not all(0 <= token < self.info.vocab_size for token in tokens):
-            raise PromptError("a token is outside the vocabulary")
-        if state.length + len(tokens) > state.capacity:
-            raise StateError("the state is full")
-        return list(tokens)
-
-    def prefill(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
-        if not tokens:
-            raise ShapeError("a prompt chunk has at least one token")
-        state.tokens += self.taken(state, tokens)
-        state.drafted = None
-        return ForwardOutput(rows=len(tokens))
-
-    def decode(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
-        if not 1 <= len(tokens) <= self.info.max_rows:
-            raise ShapeError(f"a pass has 1 to {self.info.max_rows} rows")
-        state.drafted = self.taken(state, tokens)
-        text = [0, *state.tokens, *state.drafted]
-        rows = [self.table[0, text[at]] + self.table[1, text[at - 1]] for at in range(-len(tokens), 0)]
-        return ForwardOutput(rows=len(tokens), logits=TorchLogits(torch.stack(rows)))
-
-    def commit(self, state: Any, rows: int) -> None:
-        if state.drafted is None or not 0 <= rows <= len(state.drafted):
-            raise StateError(f"there are not {rows} rows to commit")
-        state.tokens += state.drafted[:rows]
-        state.drafted = None
-
-    def rewind(self, state: Any, length: int) -> int:
-        if not 0 <= length <= state.length:
-            raise StateError(f"cannot go back to {length}")
-        del state.tokens[length:]
-        state.drafted = None
-        return length
-
-    def snapshot(self, state: Any) -> Snapshot:
-        return Snapshot(state.length, state.capacity, {"tokens": torch.tensor(state.tokens, dtype=torch.int64)}, {})
-
-    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TokenList:
-        state = self.new_state(snapshot.capacity, needs)
-        state.tokens = snapshot.arrays["tokens"].tolist()
-        return state
 
 
 # --- depth policies ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from specdec.testing.clauses.forward_pass import check_logits
 from specdec.testing.clauses.ops import layers
 from specdec.testing.clauses.ops.layers import CAPACITY, Layer
 from specdec.testing.clauses.ops.operations import LENGTH, OPERATIONS, REFERENCE, ROWS, VOCAB, Bench, row_calls
-from specdec.testing.numerics import fill_with_nan
 from specdec.testing.subjects import OpsSubject
 
 SENTENCES = {
@@ -78,20 +78,19 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
     """``pruned_head`` gives ``head``'s logits at the ids of ``head_rows`` and -inf elsewhere, added ids included."""
     _compare(subject, run, "O20")
     bench = Bench(subject, run)
-    ops, x, weight = bench.ops, bench.act(5, LENGTH), bench.matrix(VOCAB, LENGTH)
-    ids = [0, VOCAB - 1, *range(40, 170, 3)]
+    ops, x, weight, ids = (
+        bench.ops,
+        bench.act(5, LENGTH),
+        bench.matrix(VOCAB, LENGTH),
+        [0, VOCAB - 1, *range(40, 170, 3)],
+    )
     base = ops.head_rows(weight.array, ids[::-1])
     extended = ops.head_rows(weight.array, [5, 40, 299], base)
-    parts = [
-        (base, ids),
-        (extended, [*ids, 5, 299]),
-        (ops.head_rows(weight.array, [200, 7], base), [*ids, 7, 200]),  # another extension of the same rows
-        (ops.head_rows(weight.array, [1, 2, 200], extended), [*ids, 1, 2, 5, 200, 299]),
-        (ops.head_rows(weight.array, [40], base), ids),
-    ]
+    other = ops.head_rows(weight.array, [200, 7], base)  # another extension of the same rows
+    again = ops.head_rows(weight.array, [1, 2, 200], extended)
     truth, size = x.values @ weight.values.T, x.values.abs() @ weight.values.abs().T
-    for part, known in parts:
-        expected = sorted(set(known))
+    for part, added in ((base, ()), (extended, (5, 299)), (other, (7, 200)), (again, (1, 2, 5, 200, 299))):
+        expected = sorted({*ids, *added})
         expect_equal(list(part.tokens), expected, "head_rows has the wrong ids, or in the wrong order")
         logits = ops.pruned_head(x.array, part).rows()
         outside = np.setdiff1d(np.flatnonzero((logits > -np.inf).any(axis=0)), expected)
@@ -101,45 +100,14 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
     check_logits(ops.pruned_head(x.array, extended), 5, VOCAB, [VOCAB - 1, 3, 3, 3, 3])
     x_tied, equal = _tied(bench)
     tied = ops.pruned_head(x_tied, ops.head_rows(equal, [7, 4], ops.head_rows(equal, [250, 8, 12])))
-    expect_equal(tied.argmax(), [4, 4], "equal logits do not go to the lowest id")
     check_logits(tied, 2, VOCAB, [250, 4])
+    expect_equal(tied.argmax(), [4, 4], "equal logits do not go to the lowest id")
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 PASSES = ((1, 0), (1, 17), (4, 3), (16, 5), (19, 2), (5, 31), (2, 255), (3, 620))
 """Rows of the pass, and rows in the cache."""
-
-
-def _attends(layer: Layer, before: int, rows: int, what: str, **case: object) -> None:
-    """Compare a pass with the reference, over caches that were full of NaN."""
-    bench, cache, truth = layer.bench, layer.cache(CAPACITY), layer.new(REFERENCE, CAPACITY)
-    fill_with_nan(cache)
-    for first, last in ((0, before), (before, before + rows)) if before else ((0, rows),):
-        got, expected = layer.of(bench.ops, first, last, cache=cache), layer.of(REFERENCE, first, last, cache=truth)
-        cache.commit(last - first)
-        truth.commit(last - first)
-    bound = float(layer.drawn[layer.mixed].values.abs().max()) * (2 * bench.eps + 1e-5)
-    bench.close(got[0], expected[0], bound, what, rows=rows, cached=before, **case)
-
-
-@check("O6")
-def attend(subject: OpsSubject, run: Run) -> None:
-    """``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid gate."""
-    bench = Bench(subject, run)
-    for number, (rows, before) in enumerate(PASSES):
-        gated = number % 3 != 1
-        _attends(layers.attention(bench, before + rows, gated=gated), before, rows, "attend", gated=gated)
-
-
-@check("O19")
-def attend_latent(subject: OpsSubject, run: Run) -> None:
-    """``attend_latent`` is causal softmax attention in which all heads read whole rows and mix their first values."""
-    bench = Bench(subject, run)
-    for rows, before in PASSES:
-        _attends(layers.latent(bench, before + rows), before, rows, "attend_latent")
-
-
 SPANS = (
     (1, 0, lambda row, start: 0),
     (1, 9, lambda row, start: row),  # itself alone
@@ -152,28 +120,53 @@ SPANS = (
 """Rows of the pass, rows in the cache, and the first row seen by a row of the cache in a pass from ``start`` on."""
 
 
-@check("O24")
-def attend_from(subject: OpsSubject, run: Run) -> None:
-    """``attend_from`` attends from each row's first row on, up to itself, or to the end of the pass."""
+def _attentions(bench: Bench, clause: str) -> Iterator[tuple[Layer, int, int]]:
+    """The layers that a clause is about, with the rows in the cache and those of the pass."""
+    for number, (rows, before) in enumerate(PASSES):
+        if clause == "O6":
+            yield layers.attention(bench, before + rows, gated=number % 3 != 1), before, rows
+        elif clause == "O19":
+            yield layers.latent(bench, before + rows), before, rows
+        elif clause == "O26":
+            for size in (1, 5, 70):
+                yield layers.sliding(bench, before + rows, size), before, rows
+    if clause == "O24":
+        for rows, before, first in SPANS:
+            for causal in (True, False):
+                yield layers.window(bench, before + rows, first, causal=causal), before, rows
+
+
+def _attend(subject: OpsSubject, run: Run, clause: str) -> None:
+    """Compare passes with the reference, over caches that were full of NaN."""
     bench = Bench(subject, run)
-    for span, (rows, before, first) in enumerate(SPANS):
-        for causal in (True, False):
-            layer = layers.window(bench, before + rows, first, causal=causal)
-            _attends(layer, before, rows, "attend_from", span=span, causal=causal)
+    for number, (layer, before, rows) in enumerate(_attentions(bench, clause)):
+        cache, truth = layer.cache(CAPACITY), layer.new(REFERENCE, CAPACITY)
+        layers.fill_with_nan(cache)
+        for first, last in ((0, before), (before, before + rows)) if before else ((0, rows),):
+            got, expected = layer.of(bench.ops, first, last, cache=cache), layer.of(REFERENCE, first, last, cache=truth)
+            cache.commit(last - first)
+            truth.commit(last - first)
+        bound = float(layer.drawn[layer.mixed].values.abs().max()) * (2 * bench.eps + 1e-5)
+        bench.close(got[0], expected[0], bound, layer.name, rows=rows, cached=before, case=number)
 
 
-@check("O26")
-def new_window(subject: OpsSubject, run: Run) -> None:
-    """``attend`` over a cache of ``new_window`` sees the last rows of the window only, the row's own included."""
-    bench = Bench(subject, run)
-    for size in (1, 5, 70):
-        for rows, before in ((1, 0), (1, 17), (16, 5), (19, 2), (5, 66), (2, 255), (3, 620)):
-            _attends(layers.sliding(bench, before + rows, size), before, rows, "attend", window=size)
+checks_of(
+    _attend,
+    {
+        "O6": "``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid "
+        "gate.",
+        "O19": "``attend_latent`` is causal softmax attention in which all heads read whole rows and mix their first "
+        "values.",
+        "O24": "``attend_from`` attends from each row's first row on, up to itself, or to the end of the pass.",
+        "O26": "``attend`` over a cache of ``new_window`` sees the last rows of the window only, the row's own "
+        "included.",
+    },
+)
 
 
-def _delta(subject: OpsSubject, run: Run, result: int) -> None:
+def _delta(subject: OpsSubject, run: Run, clause: str) -> None:
     """Compare a result of the delta layer in a long pass and short ones."""
-    bench = Bench(subject, run)
+    bench, result = Bench(subject, run), ("O7", "O8").index(clause)
     for rows in (1, 3, 9, 19):
         layer, at = layers.delta(bench, rows), 0
         caches = {ops: layer.new(ops, rows) for ops in (bench.ops, REFERENCE)}
@@ -186,16 +179,14 @@ def _delta(subject: OpsSubject, run: Run, result: int) -> None:
             at = end
 
 
-@check("O7")
-def conv_window(subject: OpsSubject, run: Run) -> None:
-    """``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the pass."""
-    _delta(subject, run, 0)
-
-
-@check("O8")
-def gated_delta(subject: OpsSubject, run: Run) -> None:
-    """``gated_delta`` is the gated delta rule, token by token from the cached matrix."""
-    _delta(subject, run, 1)
+checks_of(
+    _delta,
+    {
+        "O7": "``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the "
+        "pass.",
+        "O8": "``gated_delta`` is the gated delta rule, token by token from the cached matrix.",
+    },
+)
 
 
 @check("O12")
@@ -227,8 +218,9 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
         for layer in layers.every(bench, rows + 3):
             poison = layer.poisoned()
             for kept in range(rows + 1) if rows <= 6 else (0, 1, 2, rows // 2, rows - 1):
-                caches = [layer.cache(rows + 9) for _ in range(3)]
-                for cache, decoded, poisoned in zip(caches, (kept, rows, rows), (False, False, True), strict=True):
+                caches = []
+                for decoded, poisoned in ((kept, False), (rows, False), (rows, True)):
+                    cache = layer.cache(rows + 9)
                     for at, passed, committed in ((0, 1, 1), (1, decoded, kept)):
                         if poisoned:
                             poison.outputs(cache, 0, rows)
@@ -236,6 +228,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
                         if passed:
                             layer.outputs(cache, at, at + passed)
                             cache.commit(committed)
+                    caches.append(cache)
                 what = f"the cache of {layer.name} after commit({kept}) of {rows} rows"
                 for cache in caches[1:]:
                     expect_equal(cache.length, 1 + kept, f"{what} has another length")
@@ -251,16 +244,17 @@ def going_back(subject: OpsSubject, run: Run) -> None:
     bench = Bench(subject, run)
     for layer in layers.every(bench, 9):
         cache = layer.cache(9)
-        points, arrays = {0: layer.saved(cache)}, {0: cache.save()}
+        points, arrays = [layer.saved(cache)], [cache.save()]
         for at in range(8):
-            layer.taken_in(cache, (at, at + 1))
+            layer.taken_in(cache, at)
             if at in (2, 5):
                 cache.mark()
-            points[at + 1], arrays[at + 1] = layer.saved(cache), cache.save()
+            points.append(layer.saved(cache))
+            arrays.append(cache.save())
         expect_equal(cache.length, 8, "the length does not count the committed rows")
-        marks = cache.marks()
-        reachable = range(9) if marks is None else list(marks)
-        expect({0, 3, 6, 8} <= set(reachable), "marks() does not list where truncate can go", got=marks)
+        expect(cache.nbytes() > 0, "nbytes counts nothing")
+        reachable = range(9) if cache.marks() is None else list(cache.marks())
+        expect({0, 3, 6, 8} <= set(reachable), "marks() does not list where truncate can go", got=cache.marks())
         copy = layer.loaded(arrays[8], 8)
         for length in (7, 6, 4, 3, 0):
             before, reached = cache.length, cache.truncate(length)
@@ -268,15 +262,11 @@ def going_back(subject: OpsSubject, run: Run) -> None:
             what = f"the cache of {layer.name} after truncate({length})"
             layer.expect_saved(cache, points[length if reached else before], what)
             if length == 3:
-                plain = layer.taken_in(layer.cache(9), (0, 1), (1, 2), (2, 3), (8, 9))
-                layer.expect_saved(layer.taken_in(cache, (8, 9)), layer.saved(plain), f"{what} and another row")
-        what = f"a loaded cache of {layer.name} after the original went back"
-        for other, length in ((copy, 8), (layer.loaded(arrays[6], 6), 6)):
+                plain = layer.taken_in(layer.cache(9), 0, 1, 2, 8)
+                layer.expect_saved(layer.taken_in(cache, 8), layer.saved(plain), f"{what} and another row")
+        for other, length in ((copy, 8), (layer.loaded(arrays[6], 6), 6), (layer.loaded(arrays[0], 0), 0)):
             expect_equal(other.length, length, "load does not set the length")
-            layer.expect_saved(other, points[length], what)
-        copy.load(arrays[0], 0)
-        expect_equal(copy.length, 0, "load of an empty cache does not set the length")
-        expect(cache.nbytes() > 0, "nbytes counts nothing")
+            layer.expect_saved(other, points[length], f"a loaded cache of {layer.name} after the original went back")
 
 
 @check("O15")
@@ -284,19 +274,18 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
     """Ops return new arrays and never write to their inputs."""
     bench, rows = Bench(subject, run), 4
     for name, call in [*row_calls(bench, rows), *((layer.name, layer) for layer in layers.every(bench, rows))]:
-        before = [bench.host(one.array).copy() for one in call.drawn if not isinstance(one.array, list | tuple)]
-        if isinstance(call, Layer):
-            cache = call.cache(8)
-            results = call.of(bench.ops, cache=cache)
+        arrays = [one.array for one in call.drawn if not isinstance(one.array, list | tuple)]
+        before = [bench.host(array).copy() for array in arrays]
+        cache = call.cache(8) if isinstance(call, Layer) else None
+        results = call.of(bench.ops, cache=cache)
+        if cache is not None:
             outputs = [bench.host(one).copy() for one in results]
             cache.commit(2)  # a partial commit may compute the rows again
             for got, old in zip(results, outputs, strict=True):
                 expect_equal(bench.host(got), old, f"an output of {name} was changed by commit")
-        else:
-            call.of(bench.ops)
-        after = [bench.host(one.array) for one in call.drawn if not isinstance(one.array, list | tuple)]
-        for got, old in zip(after, before, strict=True):
-            expect(np.array_equal(got, old, equal_nan=True), f"{name} changed an argument", got=got, expected=old)
+        for array, old in zip(arrays, before, strict=True):
+            same = np.array_equal(bench.host(array), old, equal_nan=True)
+            expect(same, f"{name} changed an argument", got=bench.host(array), expected=old)
 
 
 @check("O25")
@@ -304,26 +293,25 @@ def append(subject: OpsSubject, run: Run) -> None:
     """``append`` leaves the cache as ``attend`` of the same rows does; they are provisional until a commit."""
     bench = Bench(subject, run)
     layer = layers.attention(bench, 9, gated=False)
-    with bench.optional("append"):
-        bench.ops.append(layer.drawn[1].array[:1], layer.drawn[2].array[:1], layer.cache(2))
 
-    def add(source: Layer, cache: Any, first: int, last: int) -> None:
-        k, v = (one.array[first:last] for one in source.drawn[1:])
+    def add(cache: Any, first: int, last: int) -> None:
+        k, v = (one.array[first:last] for one in layer.drawn[1:])
         bench.ops.append(k, v, cache)
 
+    with bench.optional("append"):
+        add(layer.cache(2), 0, 1)
     for passes in ([5], [1, 4], [2, 1, 2]):
         attended, appended, at = layer.cache(CAPACITY), layer.cache(CAPACITY), 0
-        fill_with_nan(appended)
+        layers.fill_with_nan(appended)
         for rows in passes:
-            add(layer.poisoned(), appended, 0, 3)
+            add(appended, 5, 8)  # others, which are not committed
             expect_equal(appended.length, at, "rows that are not committed count", rows=rows)
             appended.commit(0)
             layer.outputs(attended, at, at + rows)
-            add(layer, appended, at, at + rows + 1)
+            add(appended, at, at + rows + 1)
             for cache in (attended, appended):
                 cache.commit(rows)
             at += rows
-        expect_equal(appended.length, 5, "the length does not count the committed rows", passes=passes)
         layer.expect_saved(appended, layer.saved(attended), "the cache after append, unlike that after attend,")
         after = [layer.outputs(cache, 5, 8) for cache in (attended, appended)]
         expect_equal(after[1], after[0], "attention after append has other bits", passes=passes)

@@ -62,11 +62,11 @@ class Layer(Call):
             at += rows
         return np.concatenate(out)
 
-    def taken_in(self, cache: Any, *passes: tuple[int, int]) -> Any:
-        """The cache after passes of these rows, each committed as a whole."""
-        for first, last in passes:
-            self.outputs(cache, first, last)
-            cache.commit(last - first)
+    def taken_in(self, cache: Any, *rows: int) -> Any:
+        """The cache after these rows, each committed after a pass of its own."""
+        for row in rows:
+            self.outputs(cache, row, row + 1)
+            cache.commit(1)
         return cache
 
     def poisoned(self) -> Layer:
@@ -93,6 +93,15 @@ class Layer(Call):
         ops, cache = self.bench.ops, self.cache(9)
         cache.load({name: ops.from_host(ops.to_host(array)) for name, array in arrays.items()}, length)
         return cache
+
+
+def fill_with_nan(cache: object) -> None:
+    """Fill a cache's arrays in host memory with NaN: what no row was written to must not matter."""
+    for array in vars(cache).values():
+        if isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating):
+            array.fill(np.nan)
+        elif isinstance(array, torch.Tensor) and array.is_floating_point():
+            array.fill_(torch.nan)
 
 
 def _heads(bench: Bench, rows: int, *counts: int) -> list[Drawn]:
