@@ -49,7 +49,7 @@ def test_plugins_lists_what_is_there_and_what_failed(invoke):
     assert done.exit_code == 0
     for text in (
         "ngram",
-        "max_order=4",
+        "max_order=8",
         "built in",
         "strict",
         "fixed",
@@ -59,7 +59,7 @@ def test_plugins_lists_what_is_there_and_what_failed(invoke):
         assert text in done.stdout
     told = json.loads(invoke("plugins", "--json", registry=registry).stdout)
     assert [entry["name"] for entry in told["drafters"]] == ["ngram", "none"]
-    assert told["drafters"][0]["options"]["max_order"] == "4"
+    assert told["drafters"][0]["options"]["max_order"] == "8"
     assert told["drafters"][0]["origin"] == "built in"
     assert {"verifiers", "depth_policies", "backends", "models", "conflicts"} <= told.keys()
     (failure,) = told["failures"]
