@@ -27,12 +27,13 @@ PATIENCE = 6.0  # drafts before speculation goes off for the first time, the las
 LASTING = 32  # cycles after which speculation counts as lasting
 OPENING = 2  # cycles of each depth tried at the start if nothing was measured
 TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
-NEARER = 4  # while speculation is on, trials are this many times as frequent, because they cost less
 HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
 PACE = 16  # cycles over which the rate of a whole chain is averaged
 # the budget
 SHARE = 0.03  # of the decoding time so far that drafting may lose against plain decoding
 GRANT = 6.0  # plain cycles that it may lose in any case
+TRIAL = 0.005  # of the time since the last trial that the next one may lose while speculation is off
+REST = 16  # tokens at least between two such trials
 
 
 @attrs.define
@@ -70,9 +71,9 @@ class Budget:
 class Trials:
     """A schedule of trial cycles.
 
-    While speculation is off, a trial is one cycle of depth 1, plus a second one for timing unless drafts are hopeless.
-    While it is on, a trial is one cycle of another depth. The first trial comes after ``first`` tokens; the distance
-    then doubles up to ``last``.
+    While speculation is off, a trial is one cycle of depth 1, plus a second one for timing unless drafts are hopeless;
+    it comes when it is cheap beside the time since the last one. While speculation is on, a trial is one cycle of
+    another depth. The first comes after ``first`` tokens; the distance then doubles up to ``last``.
 
     Args:
         first, last: shortest and longest distance between trials, in tokens.
@@ -107,10 +108,6 @@ class Trials:
         """Continue the schedule of an earlier generation."""
         self._others, self._distance, self._tokens = other._others, other._distance, other._tokens
 
-    def due(self) -> None:
-        """Make the next cycle a trial."""
-        self._tokens = self._distance
-
     def reset(self) -> None:
         """Reset the distance to the shortest."""
         self._distance = self._first
@@ -120,19 +117,21 @@ class Trials:
         self._tokens = self._cycles = 0
         self._second = False
 
-    def depth(self, current: int, affordable: bool = True) -> int:
-        """The depth of the next cycle: ``current``, or a trial depth; 0 if a draft is not ``affordable``."""
-        if not affordable:  # a trial that is due waits until it is
+    def depth(self, current: int, affordable: bool, wait: float) -> int:
+        """The depth of the next cycle: ``current``, or a trial depth; 0 if a draft is not ``affordable``.
+
+        Args:
+            wait: tokens between trials while speculation is off.
+        """
+        if not affordable:
             self._opening = []
-            if self._cycles:
-                self._end()
-            elif current:
+            if current or self._cycles:
                 self.cancel()
             return 0
         if self._opening:
             return self._opening[0]
         if not self._cycles:
-            if self._tokens < (self._distance // NEARER if current else self._distance):
+            if self._tokens < (self._distance if current else wait):
                 return current
             self._cycles = TRIES
         if current == 0:
@@ -166,11 +165,9 @@ class Trials:
         if current == 0 and not self._second and first_acceptance > HOPELESS:
             self._second, self._cycles = True, 1
             return
-        self._others += current > 0
-        self._end()
-
-    def _end(self) -> None:
-        self._distance = min(2 * self._distance, self._last)
+        if current:
+            self._others += 1
+            self._distance = min(2 * self._distance, self._last)
         self.cancel()
 
 
@@ -181,8 +178,8 @@ class AdaptiveConfig:
     max_depth: int = attrs.field(default=6, validator=between(1, MAX_DEPTH))
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
     min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative; below it the depth stays
-    first_probe: int = attrs.field(default=64, validator=between(1, 65536))  # tokens until a trial, doubled each time
-    last_probe: int = attrs.field(default=1024, validator=between(1, 65536))  # tokens between trials at most
+    first_probe: int = attrs.field(default=16, validator=between(1, 65536))  # tokens until a trial, doubled each time
+    last_probe: int = attrs.field(default=256, validator=between(1, 65536))  # tokens between trials at most
     costs: str | None = None  # a file with this machine's costs; measured at load and kept if None
 
 
@@ -239,8 +236,6 @@ class DrafterDepth:
         self.depth = self._best(0.0)
         if last is None:
             self._patient = self.depth > 0
-            if self.depth == 0 and not self.trials.opening:
-                self.trials.due()  # nothing was drafted yet, and the table may be wrong
 
     @property
     def quiet(self) -> bool:
@@ -254,10 +249,15 @@ class DrafterDepth:
 
     def next_depth(self, budget: Budget) -> int:
         """The depth of the next draft: as deep as the budget could pay if nothing of it were accepted."""
-        depth = self.trials.depth(self.depth, self.affordable(budget, 1))
+        depth = self.trials.depth(self.depth, self.affordable(budget, 1), self._wait())
         while depth and not self.affordable(budget, depth):
             depth -= 1
         return depth
+
+    def _wait(self) -> float:
+        """Tokens between trials while speculation is off; 0 before the first draft, since the table may be wrong."""
+        rates = self.rates
+        return max(rates.worst_loss(1) / (TRIAL * rates.plain_seconds), REST) if rates.drafts else 0.0
 
     def affordable(self, budget: Budget, depth: int) -> bool:
         return budget.affords(self.rates.worst_loss(depth))

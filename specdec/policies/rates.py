@@ -267,6 +267,11 @@ class Rates:
         """Whether the drafter has been idle for so long that its next draft takes unusually long."""
         return self.plain_cycles >= STALE
 
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain cycle at the present load."""
+        return self._passes.now(0)
+
     def worst_loss(self, depth: int) -> float:
         """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as slow as the last."""
         draft = self._drafts(depth) * max(self._slowness, 1.0)

@@ -63,9 +63,9 @@ def test_a_useless_head_costs_under_two_per_cent_of_200_tokens(table):
 
 
 BOUNDS = {  # tokens -> the share of their time that drafts of a useless head may take
-    "right": {200: 0.03, 1000: 0.015, 4000: 0.005},
-    "twice too dear": {200: 0.03, 1000: 0.015, 4000: 0.005},
-    "drafting twice too dear": {200: 0.03, 1000: 0.015, 4000: 0.005},
+    "right": {200: 0.03, 1000: 0.015, 4000: 0.011},
+    "twice too dear": {200: 0.03, 1000: 0.015, 4000: 0.011},
+    "drafting twice too dear": {200: 0.03, 1000: 0.015, 4000: 0.011},
     "drafting twice too cheap": {200: 0.08, 1000: 0.04, 4000: 0.02},
     "deep drafts twice too cheap": {200: 0.08, 1000: 0.04, 4000: 0.02},
 }
@@ -105,10 +105,10 @@ def test_a_slow_drafter_that_is_right_gets_its_chance():
         assert sum(depth > 3 for depth in asked[-300:]) > 250
 
 
-@pytest.mark.parametrize(("often", "deep", "slow"), [(0.0, [], [3, 4]), (0.3, [6], [1, 2, 3]), (0.95, [6], [0])])
+@pytest.mark.parametrize(("often", "deep", "slow"), [(0.0, [], [3, 4]), (0.3, [6], [1, 2, 3]), (0.95, [6], [0, 1])])
 def test_the_drafters_of_a_chain_have_depths_of_their_own(often, deep, slow):
     """A look-up that costs nothing and is nearly always right, and a model whose draft takes .3 plain cycles a token:
-    alone it drafts 3 or 4, beside the look-up fewer, and nothing where time is worth more than it gives."""
+    alone it drafts 3 or 4, beside the look-up fewer, and trials only where time is worth more than it gives."""
     for seed in range(4):
         rng, policy, depths = random.Random(seed), adaptive(None), []
         for _ in range(600):
@@ -143,38 +143,29 @@ def test_a_draft_that_the_budget_forbids_has_a_reason():
 def test_below_break_even_it_converges_to_plain_decoding(name):
     for seed in range(5):
         played = play(adaptive(PROCESSES[name].table()), PROCESSES[name], 1000, seed)
-        assert sum(cycle.asked > 0 for cycle in played[500:]) <= 8  # probes only
+        assert sum(cycle.asked > 0 for cycle in played[500:]) <= 30  # trials only, one in 16 cycles at most
 
 
-def test_it_comes_back_within_two_probes_of_a_jump():
+def test_it_comes_back_within_three_trials_of_a_jump():
     """Off during a hopeless stretch; a probe that is accepted brings speculation back, and 0.95 of them are."""
     process = Process(acceptance=lambda n: [0.0] if n < 300 else [0.95], cost=line(0.1))
     for seed in range(20):
         policy = adaptive(process.table())
-        assert play(policy, process, 300, seed)[-1].asked == 0
+        assert sum(cycle.asked > 0 for cycle in play(policy, process, 300, seed)[-40:]) <= 4
         after = play(policy, process, 1200, seed, begin=300)
         asked = [cycle.asked for cycle in after]
         back = next(at for at, depth in enumerate(asked) if depth > 1)
         probes = sum(depth == 1 and (at == 0 or asked[at - 1] == 0) for at, depth in enumerate(asked[:back]))
-        assert probes <= 2, f"seed {seed}"
+        assert probes <= 3, f"seed {seed}"
         assert sum(depth > 1 for depth in asked[back : back + 100]) > 80
 
 
-def test_probes_grow_rarer_up_to_the_limit():
-    process = Process(acceptance=lambda n: [0.0], cost=line(0.2))
-    played = play(adaptive(process.table(), first_probe=16, last_probe=64), process, 800)
-    off = next(at for at in range(800) if not any(cycle.asked for cycle in played[at : at + 10]))
-    probes = [at for at in range(off, 800) if played[at].asked]
-    assert probes[0] - off <= 33  # the first one came while speculation was still on
-    assert [later - earlier for earlier, later in itertools.pairwise([off, *probes])][-8:] == [65] * 8
-
-
-def test_the_longest_wait_is_for_speculation_that_never_lasted():
-    """On for long, then off: the first probe comes after ``first_probe`` tokens again."""
-    process = Process(acceptance=lambda n: [0.9] if n < 400 else [0.0], cost=line(0.15))
-    asked = [cycle.asked for cycle in play(adaptive(process.table()), process, 700)]
-    off = max(at for at in range(400, 500) if asked[at] > 0)
-    assert next(at for at in range(off + 1, 700) if asked[at]) - off <= 65
+@pytest.mark.parametrize("cost", [0.02, 0.2, 2.0])
+def test_trials_while_off_take_less_than_one_per_cent(cost):
+    process = Process(acceptance=lambda n: [0.0], cost=line(cost))
+    played = play(adaptive(process.table()), process, 2500)[500:]
+    assert sum(cycle.asked > 0 for cycle in played) >= 3
+    assert 0.99 <= rate(played) < 1.0
 
 
 @pytest.mark.parametrize("opinion", [0.0, 0.05])
@@ -217,7 +208,7 @@ def test_a_generation_starts_from_what_the_one_before_it_learnt():
     first = play(AdaptivePolicy(config, learnt), process, 100)
     again = play(AdaptivePolicy(config, learnt), process, 30, seed=1)
     assert first[0].asked > 0
-    assert [cycle.asked for cycle in again] == [0] * 30
+    assert sum(cycle.asked for cycle in again) <= 2
 
 
 def test_short_generations_of_a_model_that_is_off_still_probe():

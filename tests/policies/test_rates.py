@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract import CycleRecord
-from specdec.policies.adaptive import HOPELESS, NEARER, TRIES, Trials
+from specdec.policies.adaptive import HOPELESS, TRIES, Trials
 from specdec.policies.rates import STALE, PassCosts, Rates
 
 
@@ -64,10 +64,10 @@ def test_a_restart_forgets_acceptance_and_keeps_times():
 
 
 def run(trials: Trials, current: int, cycles: int, *, gain: float = 0.0, opinion: bool = True) -> list[int]:
-    """The depths of so many cycles of one token each, all drafts rejected."""
+    """The depths of so many cycles of one token each, all drafts rejected; while off, a trial comes after four."""
     depths = []
     for _ in range(cycles):
-        depth = trials.depth(current)
+        depth = trials.depth(current, affordable=True, wait=4)
         depths.append(depth)
         trials.passed(1)
         offered = depth if opinion else 0
@@ -76,8 +76,8 @@ def run(trials: Trials, current: int, cycles: int, *, gain: float = 0.0, opinion
 
 
 def test_distances_double_up_to_the_last():
-    asked = run(Trials(4, 16, 6), 0, 80)
-    at = [cycle for cycle, depth in enumerate(asked) if depth]
+    asked = run(Trials(4, 16, 6), 3, 80)
+    at = [cycle for cycle, depth in enumerate(asked) if depth != 3]
     assert at[:2] == [4, 13]  # after 4 and 8 tokens, the trial's own token not counted
     assert {later - earlier for earlier, later in zip(at[2:], at[3:], strict=False)} == {17}
 
@@ -92,16 +92,15 @@ def test_only_a_hopeless_draft_has_no_second_cycle(gain, cycles):
 
 
 def test_speculation_tries_plain_decoding_and_both_neighbours_in_turn():
-    asked = run(Trials(NEARER, NEARER, 6), 6, 6)  # one token between trials
+    asked = run(Trials(1, 1, 6), 6, 6)  # one token between trials
     assert [depth for depth in asked if depth != 6] == [0, 5]
-    assert [depth for depth in run(Trials(NEARER, NEARER, 6), 3, 6) if depth != 3] == [0, 4, 2]
+    assert [depth for depth in run(Trials(1, 1, 6), 3, 6) if depth != 3] == [0, 4, 2]
 
 
 def test_an_accepted_first_draft_is_news_while_speculation_is_off():
     trials, accepted = Trials(4, 16, 6), CycleRecord(9, 1, 1, 1, (0, 0), 0.0, 0.0, 0.0)
     assert not trials.is_news(accepted, 0)  # no trial runs
-    trials.due()
-    assert trials.depth(0) == 1
+    assert trials.depth(0, affordable=True, wait=0) == 1
     assert trials.is_news(accepted, 0)
     assert not trials.is_news(accepted, 2)
     trials.observe(accepted, 0, 1.0)
