@@ -154,8 +154,8 @@ def _own_options(asked: TargetConfig) -> dict[str, Any]:
 def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
     """Another engine's model for this target (the hook ``specdec_forward_pass``), or None.
 
-    Raises: PluginError as the hook; CheckpointError for a tokenizer that does not fit the target, or if the target has
-    none and ``asked.model`` is no checkpoint either.
+    Raises: PluginError as the hook; ContractError for a tokenizer with more tokens than the target; CheckpointError if
+    the target has no tokenizer and ``asked.model`` is no checkpoint either.
     """
     target = registry().forward_pass(asked)
     if target is None:
@@ -163,7 +163,9 @@ def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
     tokenizer = target.tokenizer
     if tokenizer is None:
         tokenizer = Tokenizer.from_checkpoint(locate(asked.model, revision=asked.revision))
-    tokenizer.check_fits(target.info.vocab_size)
+    known, room = tokenizer.vocab_size, target.info.vocab_size
+    if known > room:
+        raise ContractError(f"the target {type(target).__name__} has {room} tokens, its tokenizer {known}")
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(target.notices))
 
 
