@@ -13,10 +13,8 @@ BEGIN, END = "<!-- output of `specdec generate`: begin -->\n", "<!-- output of `
 def output() -> str:
     """What a terminal shows, from the prompt on."""
     command = [sys.executable, "-m", "specdec", "generate", "--stats"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    prompt, _, report = done.stderr.partition("\nspeed ")
-    lines = f"{prompt}{done.stdout.rstrip()}\n\nspeed {report.rstrip()}".splitlines()
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.rstrip().splitlines())
 
 
 def main() -> None:
