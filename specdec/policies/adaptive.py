@@ -178,8 +178,8 @@ class AdaptiveConfig:
     max_depth: int = attrs.field(default=6, validator=between(1, MAX_DEPTH))
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
     min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative; below it the depth stays
-    first_probe: int = attrs.field(default=16, validator=between(1, 65536))  # tokens until a trial, doubled each time
-    last_probe: int = attrs.field(default=256, validator=between(1, 65536))  # tokens between trials at most
+    first_probe: int = attrs.field(default=16, validator=between(1, 65536))  # tokens until another depth is tried
+    last_probe: int = attrs.field(default=256, validator=between(1, 65536))  # tokens between those trials at most
     costs: str | None = None  # a file with this machine's costs; measured at load and kept if None
 
 
@@ -249,15 +249,15 @@ class DrafterDepth:
 
     def next_depth(self, budget: Budget) -> int:
         """The depth of the next draft: as deep as the budget could pay if nothing of it were accepted."""
-        depth = self.trials.depth(self.depth, self.affordable(budget, 1), self._wait())
+        loss = self.rates.worst_loss(1)
+        depth = self.trials.depth(self.depth, budget.affords(loss), self._wait(loss))
         while depth and not self.affordable(budget, depth):
             depth -= 1
         return depth
 
-    def _wait(self) -> float:
+    def _wait(self, loss: float) -> float:
         """Tokens between trials while speculation is off; 0 before the first draft, since the table may be wrong."""
-        rates = self.rates
-        return max(rates.worst_loss(1) / (TRIAL * rates.plain_seconds), REST) if rates.drafts else 0.0
+        return max(loss / (TRIAL * self.rates.plain_seconds), REST) if self.rates.drafts else 0.0
 
     def affordable(self, budget: Budget, depth: int) -> bool:
         return budget.affords(self.rates.worst_loss(depth))
