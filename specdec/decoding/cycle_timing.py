@@ -36,6 +36,8 @@ BUDGET_S = 1.0  # start no further depth after this long, once the first and las
 STEADY = 1.25  # largest ratio of the second smallest time to the smallest
 CONTEXT = 32  # tokens before the measured passes
 DOUBTED = 2.0  # times what a plain pass takes now: a kept table that says more is measured again
+FEWEST, MOST = 4, 16  # sequences at once
+PAYS = 0.05  # relative
 NEXT_TO_NOTHING = 1.2  # a first cycle of at most so many later ones: the other depths are not warmed up
 
 
@@ -86,6 +88,20 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
         reason = error.strerror or error
         notices.append(f"the cost table cannot be kept: {reason} ({path.parent}); every start measures it again")
     return table
+
+
+def sequences_that_pay(lm: Parts) -> int:
+    """Sequences to generate at once: as many as raise the tokens per second of all by ``PAYS`` each, by the cost table.
+
+    From ``FEWEST``, with which a short request seldom waits for a long one, to ``MOST``, since each has a state.
+
+    Raises: UnsupportedError when costs cannot be measured.
+    """
+    if not lm.info.batch_rows:
+        return FEWEST
+    costs = costs_of(lm, [])
+    rates = {count: count / costs.pass_seconds(count) for count in range(FEWEST, MOST + 1)}
+    return next((count for count in range(FEWEST, MOST) if rates[count + 1] < (1 + PAYS) * rates[count]), MOST)
 
 
 def _from_file(path: Path, identity: CostIdentity) -> CostTable:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.decoding import cycle_timing
-from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, warm_up
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay, warm_up
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
 
@@ -34,6 +34,14 @@ def always_steady(monkeypatch):
     """This machine may be busy with other tests."""
     monkeypatch.setattr("specdec.decoding.cycle_timing.STEADY", float("inf"))
     monkeypatch.setattr("specdec.decoding.cycle_timing.DOUBTED", float("inf"))
+
+
+@pytest.mark.parametrize(("row", "sequences"), [(0.0, 16), (0.1, 10), (0.3, 6), (1.0, 4)])
+def test_as_many_sequences_as_pay(folder, demo, row, sequences):
+    """One more sequence than n pays while 1 / n of a pass without rows is 5 % of a pass of n + 1 rows."""
+    table = CostTable(verify={1: 1.0, 8: 1.0 + 7 * row}, draft={0: 0.0}, commit=0.0)
+    write_costs(cost_identity(demo).path(), table, cost_identity(demo))
+    assert sequences_that_pay(demo) == sequences
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
