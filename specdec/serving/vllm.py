@@ -66,7 +66,7 @@ def _speculative(config: RunConfig, notes: list[str]) -> Mapping[str, Any] | Non
         made["method"] = "mtp"
     elif drafter.name == "ngram":
         made |= {"method": "ngram", "prompt_lookup_max": options.pop("max_order", 4)}
-        made["prompt_lookup_min"] = options.pop("min_order", 1)
+        made["prompt_lookup_min"] = options.pop("min_order", 2)
     elif drafter.name in _WITH_A_MODEL and "model" in options:
         made |= {"method": drafter.name, "model": os.path.expanduser(options.pop("model"))}
     else:
