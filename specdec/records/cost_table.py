@@ -12,13 +12,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from specdec._version import __version__
 from specdec.contract import ModelInfo
-from specdec.errors import UnsupportedError, cut, shown
+from specdec.errors import UnsupportedError, cut
 from specdec.files.keeping import make_folder, replacing
 from specdec.files.reading import parse_json, read_text
 from specdec.records import machine
@@ -110,14 +109,6 @@ class CostIdentity:
         digest = hashlib.blake2b(json.dumps(attrs.astuple(self)).encode(), digest_size=12).hexdigest()
         return folder / f"{digest}.json"
 
-    def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """``threads 2, here 1`` for every field that differs in ``other``."""
-        return [
-            f"{name} {cut(theirs, 100) if isinstance(theirs, str) else shown(theirs, 100)}, here {ours}"
-            for name, ours in attrs.asdict(self).items()
-            if (theirs := other.get(name)) != ours
-        ]
-
 
 def costs_folder() -> Path | None:
     """Where tables are kept: $SPECDEC_COSTS, else ``costs`` in the cache folder; None if they are not kept."""
@@ -132,7 +123,7 @@ def costs_folder() -> Path | None:
 def find_costs(path: Path) -> CostTable | str:
     """The table in a file, or why it cannot be used ("" if there is no file)."""
     try:
-        return read_costs(path)[0]
+        return read_costs(path)
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
@@ -141,13 +132,10 @@ def find_costs(path: Path) -> CostTable | str:
         return f"the cost table {path} is broken ({cut(str(error), 500)})"
 
 
-def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
-    """A table and the identity written with it.
-
-    Raises: OSError when the file cannot be read, ValueError when it is not a cost table.
-    """
+def read_costs(path: Path) -> CostTable:
+    """A written table. Raises: OSError when the file cannot be read, ValueError when it is not a cost table."""
     data = parse_json(read_text(path, _LARGEST))
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("identity"), dict):
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"not a cost table of format {FORMAT}")
     try:
         verify = {_count(rows): _seconds(value) for rows, value in data["verify"].items()}
@@ -157,7 +145,7 @@ def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(verify.values()) <= 0.0:
         raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
-    return CostTable(verify=verify, draft=draft, commit=commit), data["identity"]
+    return CostTable(verify=verify, draft=draft, commit=commit)
 
 
 def _count(text: str) -> int:
