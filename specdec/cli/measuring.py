@@ -168,10 +168,9 @@ def sampling(report: Any) -> str:
 def environment(env: Environment) -> list[tuple[str, str]]:
     """Model and machine."""
     load = "" if env.load_1min is None else f", load {env.load_1min:.2f}"
-    commit = f" ({env.commit})" if env.commit else ""
     return [
         ("model", f"{env.model}, {env.family}, {env.dtype} on {env.device}"),
-        ("machine", f"{env.processor}, {output.count(env.threads, 'thread')}{load}; specdec {env.specdec}{commit}"),
+        ("machine", f"{env.processor}, {output.count(env.threads, 'thread')}{load}; specdec {env.specdec}"),
     ]
 
 
