@@ -129,8 +129,7 @@ def finish(
     if report.broken_promise:
         output.broken_promise(ctx, changed if lost is None else f"{changed} ({lost.message})")
     if report.partial:
-        click.echo(f"interrupted: this covers {done}", err=True)
-        ctx.exit(output.INTERRUPTED)
+        output.interrupted(ctx, f"this covers {done}")
 
 
 def plain_milliseconds(lm: LanguageModel) -> float:

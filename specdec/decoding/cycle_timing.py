@@ -22,7 +22,7 @@ from specdec.decoding.session import Session
 from specdec.errors import UnsupportedError
 from specdec.logs import get_logger
 from specdec.records import machine
-from specdec.records.cost_table import CostIdentity, CostTable, find_costs, write_costs
+from specdec.records.cost_table import CostIdentity, CostTable, read_costs, write_costs
 from specdec.registry import calling
 from specdec.registry.parts import make_verifier
 
@@ -63,7 +63,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str]) -> CostTable:
     path = identity.path()
     if path is None:
         return measure_costs(lm)
-    found = find_costs(path)
+    found = read_costs(path)
     if isinstance(found, CostTable):
         if found.pass_seconds(1) < DOUBTED * plain_pass(lm):
             return found

@@ -12,12 +12,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from specdec._version import __version__
 from specdec.contract import ModelInfo
-from specdec.errors import UnsupportedError, cut
+from specdec.errors import UnsupportedError, cut, described
 from specdec.files.keeping import make_folder, replacing
 from specdec.files.reading import parse_json, read_text
 from specdec.records import machine
@@ -120,45 +121,29 @@ def costs_folder() -> Path | None:
         return None
 
 
-def find_costs(path: Path) -> CostTable | str:
+def read_costs(path: Path) -> CostTable | str:
     """The table in a file, or why it cannot be used ("" if there is no file)."""
     try:
-        return read_costs(path)
+        return _table(parse_json(read_text(path, _LARGEST)))
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         return f"the cost table {path} cannot be read: {error.strerror or error}"
-    except ValueError as error:
-        return f"the cost table {path} is broken ({cut(str(error), 500)})"
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        return f"the cost table {path} is broken ({cut(described(error), 500)})"
 
 
-def read_costs(path: Path) -> CostTable:
-    """A written table. Raises: OSError when the file cannot be read, ValueError when it is not a cost table."""
-    data = parse_json(read_text(path, _LARGEST))
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+def _table(data: Any) -> CostTable:
+    """Raises: ValueError and others for what is no table of this format."""
+    if data["format"] != FORMAT:
         raise ValueError(f"not a cost table of format {FORMAT}")
-    try:
-        verify = {_count(rows): _seconds(value) for rows, value in data["verify"].items()}
-        draft = {_count(tokens): _seconds(value) for tokens, value in data["draft"].items()}
-        commit = _seconds(data["commit"])
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    verify, draft = ({int(at): float(taken) for at, taken in data[part].items()} for part in ("verify", "draft"))
+    commit = float(data["commit"])
+    if not all(0.0 <= seconds <= _LONGEST for seconds in (*verify.values(), *draft.values(), commit)):
+        raise ValueError("it has what is not a number of seconds")
     if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(verify.values()) <= 0.0:
         raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
     return CostTable(verify=verify, draft=draft, commit=commit)
-
-
-def _count(text: str) -> int:
-    """Rows or tokens, as the key of a table."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise ValueError(f"{text[:40]!r} is not a number of rows or tokens")
-    return int(text)
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0.0 <= value <= _LONGEST:  # type: ignore[operator]
-        raise ValueError(f"{str(value)[:40]} is not a number of seconds")
-    return float(value)  # type: ignore[arg-type]
 
 
 def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:
