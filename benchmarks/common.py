@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ import torch
 
 import specdec
 from specdec.checkpoints import write_checkpoint
-from specdec.measuring.environment import commit
 from specdec.measuring.prompts import Prompt
 from specdec.records import machine as here
 
@@ -56,13 +56,22 @@ def machine() -> dict[str, Any]:
     """The machine and software that a figure was measured with."""
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit(Path(__file__).resolve().parents[1]) or "unknown",
+        "commit": commit(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "processor": here.processor(),
         "threads": torch.get_num_threads(),
         "load_1min": os.getloadavg()[0],
     }
+
+
+def commit() -> str:
+    """The short commit of this checkout, with "+" after it if files are modified; "unknown" without git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def save(result: dict[str, Any], options: argparse.Namespace) -> None:

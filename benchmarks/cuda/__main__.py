@@ -44,7 +44,7 @@ class Session:
         import torch
         import triton
 
-        from specdec.measuring.environment import commit
+        from benchmarks.common import commit
 
         self.lab, self.options, self.shapes = lab, options, shapes
         self.dtype = torch.bfloat16 if lab.real else torch.float32
@@ -55,7 +55,7 @@ class Session:
             "device": lab.device.name,
             "measurement": lab.real,
             "command": " ".join(["python -m benchmarks.cuda", *sys.argv[1:]]),
-            "commit": commit(Path(__file__).resolve().parents[2]) or "unknown",
+            "commit": commit(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton.__version__,

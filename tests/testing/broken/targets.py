@@ -85,8 +85,8 @@ class TiesToTheHighestId(TableModel):
 
 class _HighTies(TableLogits):
     def topk(self, k):
-        order = [np.lexsort((-np.arange(len(row)), -row))[:k] for row in self._rows]
-        return [o.tolist() for o in order], [r[o].tolist() for r, o in zip(self._rows, order, strict=True)]
+        order = [np.lexsort((-np.arange(len(row)), -row))[:k] for row in self.rows()]
+        return [o.tolist() for o in order], [r[o].tolist() for r, o in zip(self.rows(), order, strict=True)]
 
 
 class LogitsFromPrefill(TableModel):
@@ -187,8 +187,8 @@ class _LateNoise(TableLogits):
         for row in range(len(self)):
             position = len(choosing.context) + choosing.first + row
             seed = sampling.seed + (row > 0 and position > 8)
-            noise = gumbel(seed, position, np.arange(self._rows.shape[1]), Purpose.TOKEN)
-            tokens.append(int((self._rows[row] / sampling.temperature + noise).argmax()))
+            noise = gumbel(seed, position, np.arange(self.rows().shape[1]), Purpose.TOKEN)
+            tokens.append(int((self.rows()[row] / sampling.temperature + noise).argmax()))
         return tokens
 
 
