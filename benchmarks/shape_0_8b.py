@@ -1,11 +1,11 @@
 """Measure the 0.8B shape with random BF16 weights: decode against stream-read bandwidth, rows, memory.
 
     python -m benchmarks.shape_0_8b [--context 256] [--repeats 15] [--folder DIR] [--instruction-set avx2]
-        [--weights auto int8 int4] [--rows 1 2 4 8 16] [--json FILE]
+        [--weights auto int8 int4] [--cache DIR] [--rows 1 2 4 8 16] [--json FILE]
 
 Prints shares of the bandwidth, the cost of more rows, and the memory that loading takes. The checkpoint (1.5 GB) is
 written to a temporary folder unless ``--folder`` names one. Several ``--weights`` are loaded side by side and measured
-in turns.
+in turns; ``--cache`` keeps rounded ones (``target.decoded_cache``).
 """
 
 from __future__ import annotations
@@ -82,10 +82,15 @@ class _Model:
 
     def __init__(self, options: argparse.Namespace, folder: Path, weights: str, tokens: list[int]) -> None:
         import specdec
+        from specdec.config import RunConfig, TargetConfig
 
+        rounded = weights in ("int8", "int4") and options.cache is not None
+        config = RunConfig(target=TargetConfig(decoded_cache=str(options.cache) if rounded else None))
         before = resident_bytes()
         loading = perf_counter()
-        lm = specdec.load(str(folder), dtype="bfloat16", weights=weights, instruction_set=options.instruction_set)
+        lm = specdec.load(
+            str(folder), config=config, dtype="bfloat16", weights=weights, instruction_set=options.instruction_set
+        )
         loading = perf_counter() - loading
         loaded = resident_bytes()
         self._target, self._state = lm.target, lm.target.new_state(options.context + 64)
@@ -156,7 +161,14 @@ def _bytes_read(target: Any) -> int:
 
 def main() -> None:
     options = arguments(
-        __doc__, context=256, repeats=15, folder=None, instruction_set="auto", weights=["auto"], rows=list(ROWS)
+        __doc__,
+        context=256,
+        repeats=15,
+        folder=None,
+        instruction_set="auto",
+        weights=["auto"],
+        cache=None,
+        rows=list(ROWS),
     )
     with shape_0_8b(options.folder) as folder:
         save(measure(options, folder), options)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from specdec.backends.batching import BatchingOps
 from specdec.backends.choice import make_backend
+from specdec.backends.ops import Ops
 from specdec.checkpoints import (
     Checkpoint,
     StoredWeights,
@@ -27,7 +29,7 @@ from specdec.checkpoints import (
     unlisted_head,
 )
 from specdec.checkpoints.locate import listed
-from specdec.checkpoints.quantised import ROUNDED_BITS, formats_of
+from specdec.checkpoints.quantised import ROUNDED_BITS, DecodedCache, formats_of, rounds
 from specdec.config import RunConfig, TargetConfig
 from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
 from specdec.errors import CheckpointError, ConfigError, ContractError
@@ -85,24 +87,26 @@ def load_target(config: RunConfig) -> LoadedTarget:
         dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
 
+    @functools.cache
+    def made_ops() -> Ops:
+        with calling((Kind.BACKEND, backend.name), "ops"):
+            return backend.ops(dtype)
+
     # 3 check
     phase("checkpoint_read", folder=str(folder), family=spec.name, backend=backend.name, dtype=dtype)
-    wanted, found = checked_head(checkpoint, spec, family, refused_head, asked=asked.mtp is not None)
-    found.raise_for_errors()
-    notices += [notice for notice in found.notices if notice not in notices]
-    phase("weights_checked", tensors=len(checkpoint.names))
+    source, headless = _checked(checkpoint, spec, family, asked, decoded, notices, refused_head, made_ops)
+    phase("weights_checked", tensors=len(source.names))
 
     # 4 build
-    with calling((Kind.BACKEND, backend.name), "ops"):
-        ops = backend.ops(dtype)
+    ops = made_ops()
     notices += [notice for notice in backend.notices if notice not in said]  # what loading its kernels has shown
-    stored = StoredWeights(checkpoint, dtype=decoded, keeps=ops.capabilities.packed_formats, weights=asked.weights)
+    stored = StoredWeights(source, dtype=decoded, keeps=ops.capabilities.packed_formats, weights=asked.weights)
     target = build_target(
         spec,
         family,
-        Weights(ops, stored, headless=wanted.headless),
-        mtp_reason=wanted.headless or ("" if checkpoint.head.path is None else f"from {checkpoint.head.path}"),
-        mtp_residual=_mtp_residual(asked.mtp_states, checkpoint),
+        Weights(ops, stored, headless=headless),
+        mtp_reason=headless or ("" if source.head.path is None else f"from {source.head.path}"),
+        mtp_residual=_mtp_residual(asked.mtp_states, source),
         backend=backend.name,
         device=backend.device,
         dtype=dtype,
@@ -291,6 +295,54 @@ def checked_head(
     reasons = [text for text in (refused, reason) if text]
     wanted = attrs.evolve(wanted, headless="; ".join(reasons) if reason else "")
     return wanted, attrs.evolve(found, notices=[*found.notices, *reasons])
+
+
+def _checked(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    family: FamilyConfig,
+    asked: TargetConfig,
+    dtype: torch.dtype,
+    notices: list[str],
+    refused_head: str,
+    made_ops: Callable[[], Ops],
+) -> tuple[Checkpoint, str]:
+    """The checked checkpoint to take weights from (the given one, or its decoded or rounded form in the cache), and why
+    the MTP head is left out."""
+    cache, cached = None, None
+    if asked.decoded_cache is not None:
+        formats = formats_of(checkpoint)
+        reason, names = "", [name for name, found in formats.items() if found.quantised]
+        if asked.weights in ROUNDED_BITS:
+            reason = f"target.weights = {asked.weights!r} leaves quantised weights as they are stored" if names else ""
+            expected = dry_run(spec, family, StoredWeights(checkpoint)).tensors
+            names = [
+                name for name in expected if expected[name].rounds and name in formats and rounds(formats[name].shape)
+            ]
+        elif not names:
+            reason = "the checkpoint has no quantised weights"
+        elif asked.weights == "auto":
+            keeps = made_ops().capabilities.packed_formats
+            kept = all(found.coding is None or found.coding.kept_as in keeps for found in formats.values())
+            reason = "the weights stay packed, as they are stored" if kept else ""
+        if reason:
+            notices.append(f"target.decoded_cache is not used: {reason}")
+        else:
+            cache = DecodedCache(asked.decoded_cache, checkpoint, dtype, weights=asked.weights, rounds=names)
+            cached, reported = cache.find()
+            notices += reported
+    source = cached or checkpoint
+    source.head = checkpoint.head
+    wanted, found = checked_head(source, spec, family, refused_head, asked=asked.mtp is not None)
+    found.raise_for_errors()
+    notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
+    if cache is None or cached is not None:
+        return source, wanted.headless
+    source = cache.write(found.notices)
+    source.head = checkpoint.head
+    done = "rounded" if asked.weights in ROUNDED_BITS else "decoded"
+    notices.append(f"weights {done} into the cache {cache.path}")
+    return source, wanted.headless
 
 
 def _probe(target: CausalLM, notices: list[str]) -> None:

@@ -80,6 +80,31 @@ def test_packed_and_decoded_models_agree(tmp_path: Path, family: str) -> None:
     assert float((exact - logits(tiny.make_target(source, weights="int8"))).abs().max()) > 1e-4  # rounding is felt
 
 
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
+def test_the_cache_holds_the_rounded_weights(tmp_path: Path, family: str) -> None:
+    """Stacks of experts and rows of a group and a half too: the bits of a load without a cache."""
+    folder = folder_of(tmp_path, family)
+    for weights in ("int8", "int4"):
+        targets, notices = [], []
+        for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+            asked = TargetConfig(
+                model=str(folder), weights=weights, decoded_cache=None if cache is None else str(cache)
+            )
+            loaded = load_target(RunConfig(target=asked))
+            targets.append(loaded.target)
+            notices.append(" ".join(loaded.notices))
+        assert f"{weights} g64" in targets[0].info.weights
+        assert len({target.info.fingerprint for target in targets}) == 1
+        assert "rounded into the cache" in notices[1]
+        assert "taken from the cache" in notices[2]
+        first, *others = [logits(target) for target in targets]
+        for other in others:
+            assert torch.equal(first, other)
+        written = next(path for path in (tmp_path / "cache").iterdir() if path.name.endswith(weights))
+        plain = (folder / "model.safetensors").stat().st_size
+        assert (written / "model.safetensors").stat().st_size < plain * (0.75 if weights == "int8" else 0.6)
+
+
 @pytest.mark.parametrize("source", ["int4", "Q8_0", "Q4_1"])
 def test_int8_activations_are_part_of_the_model(tmp_path: Path, source: str) -> None:
     options: dict[str, Any] = {"weights": source}
@@ -99,6 +124,15 @@ def test_other_backends_refuse_int8_activations(backend: str) -> None:
     choice = Choice(backend, _own_options(TargetConfig(activations="int8")))
     with pytest.raises(ConfigError, match="activations is unknown"):
         registry().options(registry().backend(backend), choice, "target.backend_options")
+
+
+def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:
+    source = folder_of(tmp_path, "qwen3")
+    converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
+    for weights, reason in (("auto", "the weights stay packed"), ("int4", "leaves quantised weights")):
+        asked = TargetConfig(model=str(converted), weights=weights, decoded_cache=str(tmp_path / "cache"))
+        assert any(f"not used: {reason}" in n or reason in n for n in load_target(RunConfig(target=asked)).notices)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_kernels_without_the_format_decode_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
         marks = fingerprint(checkpoint)
     if model.rollback not in (Rollback.CUT, Rollback.REPLAY):
         notices.append(f"slow: {model.rollback.value} ({dearer or 'it takes no cache'})")
+    if target.decoded_cache is not None:
+        notices.append("target.decoded_cache is not used: transformers reads the weights itself")
     if target.mtp is not None:
         notices.append("target.mtp is not used: transformers reads the weights itself")
     if no_head and (names_mtp_layers(checkpoint.config) or "no tensor" not in no_head):

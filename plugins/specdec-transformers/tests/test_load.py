@@ -253,6 +253,13 @@ def test_a_method_that_transformers_knows_is_its_own_to_decode(checkpoint):
         assert loading._has_decoder(config) is known
 
 
+def test_a_decoded_cache_is_not_used_and_that_is_said(checkpoint, tmp_path):
+    target = TargetConfig(model=str(checkpoint("gpt2")), decoded_cache=str(tmp_path / "cache"))
+    lm = specdec.load(config=specdec.RunConfig(target=target))
+    assert any("target.decoded_cache is not used" in notice for notice in lm.notices)
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_model_that_transformers_cannot_run_is_an_error_of_the_model(copy, monkeypatch):
     def fail(*arguments, **settings):
         raise RuntimeError("unflatten: sizes do not\nmultiply up")

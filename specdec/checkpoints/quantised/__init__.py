@@ -1,5 +1,6 @@
 """Quantised checkpoints: detect each weight's format from the files and decode the weight on load."""
 
+from specdec.checkpoints.quantised.cache import DecodedCache
 from specdec.checkpoints.quantised.coding import Coding, Format, decode
 from specdec.checkpoints.quantised.formats import FORMATS, Formats, TensorFormat, formats_of
 from specdec.checkpoints.quantised.hints import Hints, declared_packed, quantisation
@@ -15,6 +16,7 @@ __all__ = [
     "ROUNDED_BITS",
     "ROUNDED_GROUP",
     "Coding",
+    "DecodedCache",
     "Format",
     "Formats",
     "Hints",
