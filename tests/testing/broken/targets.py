@@ -42,6 +42,15 @@ class SharesItsSnapshot(TableModel):
         return self.kept
 
 
+class SavesProvisionalRows(TableModel):
+    def snapshot(self, state):
+        points = state.entries
+        state.entries = [*points, *(state.provisional or ())]
+        saved = super().snapshot(state)
+        length, state.entries = len(state.entries), points
+        return attrs.evolve(saved, length=length)
+
+
 class OtherBitsInWidePasses(TableModel):
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
@@ -192,6 +201,15 @@ class _LateNoise(TableLogits):
         return tokens
 
 
+class KeepsTheCallersTokens(TableModel):
+    """The ledger gets what the list holds at the commit, not what it held at the pass."""
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        state.fed = tokens
+        return output
+
+
 class AddressesByPlace(TableModel):
     """The logits of a draft head stand at the places of its ids, not at the ids."""
 
@@ -236,6 +254,7 @@ BROKEN = {
     (ForgetsInLongPrompts, ()): "F2",
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): "F3",
     (SharesItsSnapshot, ()): "F4",
+    (SavesProvisionalRows, ()): "F4",
     (OtherBitsInWidePasses, ()): "F5",
     (TakesTheNeighboursRows, ()): "F30",
     (OtherBitsInLongPrompts, ()): "F6",
@@ -250,6 +269,7 @@ BROKEN = {
     (HiddenStatesOverwritten, ()): "F21",
     (RepeatsTheLastPromptRow, ()): "F21",
     (LosesCommittedPairs, (("mtp", True),)): "F22",
+    (KeepsTheCallersTokens, (("mtp", True),)): "F22",
     (AddressesByPlace, (("mtp", True),)): "F19",
     (DraftsTheRunnerUp, (("mtp", True),)): "F13",
     (TakesOnlyNumpy, ()): "F4",
