@@ -51,10 +51,7 @@ def schema(data):
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": "hello"}, "messages: Input should be a valid list, got 'hello'"),
-        (
-            {"messages": [{"role": "robot", "content": "x"}]},
-            "messages[0].role: Input should be 'system', ",
-        ),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role: Input should be 'system', "),
         ({"messages": [{"role": "user", "content": 5}]}, "valid string, or Input should be a valid list, got 5"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required and missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
