@@ -18,7 +18,7 @@ from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
 from specdec.decoding.batch import Batch
 from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
-from specdec.decoding.result import Result, html_table
+from specdec.decoding.result import Result
 from specdec.decoding.sequence import Counts, LiveSequence
 from specdec.decoding.session_file import (
     SavedSession,
@@ -405,19 +405,7 @@ class LanguageModel(Parts):
             raise PromptError(error.message, prompt=f"number {number}", **error.facts) from error
         return tokens
 
-    def _facts(self) -> list[tuple[str, str]]:
-        info = self.info
-        return [
-            ("model", f"{self.config.target.model} ({info.family}, {info.dtype} on {info.device or info.backend})"),
-            ("drafter", f"{self.drafter.spec.name}, depth policy {self.depth.spec.name}"),
-            ("verifier", f"{self.config.verifier.name}, guarantee {self.verifier.guarantee.value}"),
-            ("parity", info.parity.value),
-            ("tokens", f"{self.capacity} in a session"),
-            *(("notice", notice) for notice in self.notices),
-        ]
-
     def __repr__(self) -> str:
-        return f"<LanguageModel {', '.join(f'{label}: {value}' for label, value in self._facts()[:4])}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._facts())
+        info, drafter = self.info, f"drafter {self.drafter.spec.name}, depth policy {self.depth.spec.name}"
+        promise = f"verifier {self.config.verifier.name}, {info.parity.value} parity"
+        return f"<LanguageModel {self.config.target.model} ({info.family}, {info.dtype}), {drafter}, {promise}>"
