@@ -19,7 +19,7 @@ from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
 from specdec.decoding.batch import Batch
 from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
 from specdec.decoding.result import Result
-from specdec.decoding.sequence import Counts, LiveSequence
+from specdec.decoding.sequence import LiveSequence
 from specdec.decoding.session_file import (
     SavedSession,
     check_drafter,
@@ -73,7 +73,7 @@ class Session:
     def _new_sequence(
         self,
         tokens: list[int],
-        counts: Counts | None = None,
+        stats: Stats | None = None,
         *,
         state: State | None = None,
         saved: DrafterSnapshot | None = None,
@@ -91,7 +91,7 @@ class Session:
             verifier=lm.verifier,
             tokens=tokens,
             context=Context(tokens, draft_noise=lm.verifier.draft_noise),
-            counts=counts if counts is not None else Counts(),
+            stats=Stats() if stats is None else stats,
             failure=failure,
             drafter_name=lm.drafter.spec.name,
             verifier_name=lm.config.verifier.name,
@@ -110,7 +110,7 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Acceptance counters over all generations of the session; saved and loaded with it."""
-        return self._sequence.counts.stats
+        return self._sequence.stats
 
     @checked(PromptError)
     def feed(self, prompt: Prompt) -> int:
@@ -179,7 +179,7 @@ class Session:
                 snapshot = attrs.evolve(snapshot, capacity=self._lm.capacity)
                 state = sequence.target.restore(snapshot, self._lm.drafter.needs)
             other._sequence = self._new_sequence(
-                list(sequence.tokens), sequence.counts, state=state, saved=saved, failure=sequence.failure
+                list(sequence.tokens), sequence.stats, state=state, saved=saved, failure=sequence.failure
             )
             other.extra = extra
         return other
@@ -195,7 +195,6 @@ class Session:
             snapshot, drafter_snapshot = self._snapshot(sequence)
             saved = SavedSession(
                 tokens=tuple(sequence.tokens),
-                cycle=sequence.counts.cycle,
                 stats=self.stats,
                 snapshot=snapshot,
                 drafter=self._lm.drafter.spec.name,
@@ -213,9 +212,7 @@ class Session:
             state = restore_state(saved, lm.target, lm.capacity, lm.drafter.needs, path)
             # another drafter builds its state again
             ours = saved.drafter_snapshot if saved.drafter == lm.drafter.spec.name else None
-            sequence = self._new_sequence(
-                list(saved.tokens), Counts(cycle=saved.cycle, stats=saved.stats), state=state, saved=ours
-            )
+            sequence = self._new_sequence(list(saved.tokens), saved.stats, state=state, saved=ours)
             if ours is not None:
                 check_drafter(ours, sequence.ask("snapshot", sequence.context), saved.drafter, path)
             self.__dict__.update(_sequence=sequence, extra=saved.extra)  # one step: all of it, or nothing
@@ -289,7 +286,7 @@ class Session:
                 self._stream = None
             held = self._sequence
             if not held.intact:
-                self._sequence = self._new_sequence(list(held.tokens), held.counts, failure=held.failure)
+                self._sequence = self._new_sequence(list(held.tokens), held.stats, failure=held.failure)
             yield self._sequence
 
 

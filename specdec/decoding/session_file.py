@@ -40,7 +40,6 @@ class SavedSession:
     """Everything that a session needs to continue as if it had never stopped."""
 
     tokens: tuple[int, ...]
-    cycle: int
     stats: Stats
     snapshot: Snapshot  # of the backend's arrays when it is written, of torch tensors in host memory when it was read
     drafter: str = ""  # the name of the drafter that ``drafter_snapshot`` belongs to
@@ -76,7 +75,7 @@ class _Drafter:
 class _Description:
     format: int
     model: dict[str, str]
-    cycle: int = attrs.field(validator=between(0, _MOST))
+    cycle: int = attrs.field(validator=between(0, _MOST))  # that of ``stats``
     length: int = attrs.field(validator=between(0, _MOST))
     stats: Stats = attrs.field(validator=_counters)
     meta: dict[str, int] = attrs.field(validator=_whole_numbers)
@@ -116,7 +115,7 @@ def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
     described = {
         "format": FORMAT,
         "model": _identity(target.info),
-        "cycle": saved.cycle,
+        "cycle": saved.stats.cycles,
         "length": saved.snapshot.length,
         "stats": attrs.asdict(saved.stats),
         "meta": dict(saved.snapshot.meta),
@@ -259,7 +258,6 @@ def _assembled(described: _Description, tensors: Tensors) -> SavedSession:
         raise SessionFileError("the session file has arrays of a drafter and does not name it")
     return SavedSession(
         tokens=tuple(tokens.tolist()),
-        cycle=described.cycle,
         stats=described.stats,
         snapshot=Snapshot(described.length, len(tokens) + 1, parts[_STATE], described.meta),
         drafter="" if own is None else own.name,
