@@ -55,7 +55,7 @@ def loaded_once():
     load, known = specdec.load, {}
 
     def cached(model=None, *, config=None, **others):
-        key = repr(config.to_dict())
+        key = repr((model, config and config.to_dict(), others))
         if key not in known:
             known[key] = load(model, config=config, **others)
         return known[key]

@@ -50,23 +50,6 @@ def test_a_conversation_is_rendered_by_the_template(lm):
             lm.generate(**call)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (["a", "b"], r"takes one prompt, got \['a', 'b'\]"),
-        ([[1, 2], [3]], "takes one prompt"),
-        (MESSAGES, "takes text or token ids"),
-        (5, "takes a string or a list, got 5"),
-        (b"x", "takes a string or a list, got b'x'"),
-    ],
-)
-def test_what_is_no_prompt_gets_a_sentence(lm, prompt, message):
-    for call in (lm.generate, lm.session().feed):
-        with pytest.raises(PromptError, match=message) as raised:
-            call(prompt)
-        assert "\n" not in raised.value.message
-
-
 def test_a_stream_is_read_by_an_event_loop_which_goes_on_meanwhile(lm):
     async def read():
         pieces = [piece async for piece in lm.stream("def f(", max_new_tokens=24)]

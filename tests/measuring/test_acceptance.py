@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +16,6 @@ from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acc
 from specdec.measuring.drafts import log_rows
 from specdec.measuring.runs import Run
 from specdec.records.cost_table import CostTable
-from tests import tiny
 
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = "abcdefgh"
@@ -47,21 +46,6 @@ class Scripted(Drafter):
 
 def with_drafter(lm: Any, **changes: Any) -> Any:
     return attrs.evolve(lm, drafter=attrs.evolve(lm.drafter, spec=attrs.evolve(lm.drafter.spec, **changes)))
-
-
-@pytest.fixture
-def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
-    """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script."""
-    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
-
-    def lm(script: Sequence[tuple[int, int]], **generation: Any) -> Any:
-        made = tiny.make_lm(folder, target, ignore_eos=True, **generation)
-        ids = made.tokenizer.encode(PROMPT)
-        truth = tiny.plain_run(target, ids, 48)
-        factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-        return with_drafter(made, factory=factory)
-
-    return lm
 
 
 def prompts(*kinds: str, count: int = 1) -> dict[str, list[Prompt]]:

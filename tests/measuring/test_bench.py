@@ -17,10 +17,9 @@ from specdec.measuring.bench import BenchMeasurement, compare
 from specdec.measuring.runs import Run, generate
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
-from specdec.registry.parts import DepthPart, DrafterPart
+from specdec.registry.parts import DepthPart
 from specdec.verifiers.strict import StrictVerifier
-from tests import tiny
-from tests.measuring.test_acceptance import PROMPT, Scripted, prompts
+from tests.measuring.test_acceptance import prompts
 
 COSTS = CostTable(verify={1: 1.0, 2: 1.25, 4: 1.75}, draft={0: 0.0, 1: 0.25, 3: 0.75}, commit=0.5)
 
@@ -30,23 +29,9 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
 
 
-@pytest.fixture
-def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
-    """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script, at depth 4."""
-    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
-
-    def lm(script: Sequence[tuple[int, int]]) -> Any:
-        made = tiny.make_lm(folder, target, ignore_eos=True)
-        ids = made.tokenizer.encode(PROMPT)
-        truth = tiny.plain_run(target, ids, 48)
-        factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-        return attrs.evolve(
-            made,
-            drafter=DrafterPart(spec=attrs.evolve(made.drafter.spec, factory=factory)),
-            depth=DepthPart.of(Choice("fixed", {"depth": 4})),
-        )
-
-    return lm
+def deep(lm: Any) -> Any:
+    """``lm`` at depth 4."""
+    return attrs.evolve(lm, depth=DepthPart.of(Choice("fixed", {"depth": 4})))
 
 
 class AcceptsAll(Verifier):
@@ -69,7 +54,7 @@ def test_both_arms_run_interleaved_and_are_counted(
 
     monkeypatch.setattr(runs, "generate", noted)
     ticks: list[tuple[int, int]] = []
-    lm = scripted([(4, 2), (4, 0)])
+    lm = deep(scripted([(4, 2), (4, 0)]))
     report = compare(
         lm, prompts("one", count=2), repeats=2, max_new_tokens=20, progress=lambda *tick: ticks.append(tick)
     )
@@ -94,7 +79,7 @@ def test_both_arms_run_interleaved_and_are_counted(
 
 
 def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any]) -> None:
-    lm = attrs.evolve(scripted([(4, 2)]), verifier=AcceptsAll())
+    lm = attrs.evolve(deep(scripted([(4, 2)])), verifier=AcceptsAll())
     report = compare(lm, prompts("one"), max_new_tokens=12)
     # the third drafted token is the first wrong one
     assert [one.differs_at for one in report.prompts] == [2]
@@ -103,7 +88,7 @@ def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any])
 
 
 def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:
-    lm = scripted([(4, 2)])
+    lm = deep(scripted([(4, 2)]))
     run = BenchMeasurement(
         lm, prompts("one", count=3), max_new_tokens=8, progress=lambda done, planned: run.stop() if done == 4 else None
     )

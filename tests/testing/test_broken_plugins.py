@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, as_subject, iter_checks, run_check
+from specdec.testing import (
+    DrafterSubject,
+    OpsSubject,
+    Status,
+    Subject,
+    as_subject,
+    check_subjects,
+    iter_checks,
+    run_check,
+)
 from tests.selection import cases
 from tests.testing.broken import drafters, families, observers, ops, policies, processors, targets, verifiers
 
@@ -51,6 +60,11 @@ def test_a_wrong_plugin_is_found_by_its_clause(case: Any) -> None:
     check = next(check for check in iter_checks(subject) if check.id == clause)
     found = run_check(check, made(subject, kind), shrink=False, seconds=60.0)  # whatever the machine is busy with
     assert found.status is Status.FAILED, found
+
+
+def test_the_right_drafter_that_they_derive_from_passes() -> None:
+    subjects = {Subject.DRAFTER: DrafterSubject(make=drafters.Honest)}
+    check_subjects("honest", subjects, effort="sample").raise_for_failures()
 
 
 @pytest.mark.sample

@@ -82,7 +82,7 @@ def test_the_same_seed_finds_the_same_case():
 def test_a_known_failure_is_reported_with_its_reason_and_one_that_passes_fails():
     subject = as_subject(Subject.DRAFTER, drafters.TooLong)
     assert run_check(_check("D1"), subject, known="issue 12", shrink=False).status is Status.KNOWN
-    outcome = run_check(_check("D2"), subject, known="issue 12")
+    outcome = run_check(_check("D2"), subject, known="issue 12", effort="sample")
     assert outcome.status is Status.FAILED
     assert "known failure, and it passes" in outcome.detail
 
@@ -103,7 +103,7 @@ def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
     assert "ZeroDivisionError: oh (propose, test_kit.py" in text
 
 
-@parametrize_checks(drafter=lambda env: drafters.Honest(env), depth_policy=specdec_depth_policies()[0], effort="sample")
+@parametrize_checks(depth_policy=specdec_depth_policies()[0], effort="sample")
 def test_the_decorator_gives_one_item_per_check(check):
     check()
 
@@ -178,10 +178,10 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
 
     subjects = ([("broken", Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
     monkeypatch.setattr(reports, "registered_subjects", lambda *arguments: subjects)
-    done = _command("broken", "--only", "P4")
+    done = _command("broken", "--only", "P4", "--effort", "sample")
     assert done.exit_code == 1
     assert "fails P4" in done.stdout
-    assert "specdec check broken --seed 0 --effort quick --only P4" in done.stdout
+    assert "specdec check broken --seed 0 --effort sample --only P4" in done.stdout
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from specdec.contract import Needs
 from specdec.errors import ContractError, StateError
 from tests import tiny
 from tests.backends import families
-from tests.backends.cuda.fake import CaptureRefused, FakeDevice
+from tests.backends.cuda.fake import FakeDevice
 from tests.backends.cuda.test_models import TINY
 
 pytestmark = [
@@ -51,31 +51,6 @@ def decoded(target: Any, state: Any, tokens: Sequence[int], keep: int | None = N
     output = target.decode(state, tokens)
     target.commit(state, len(tokens) if keep is None else keep)
     return target.ops.array(output.need_hidden()).view(torch.int32)
-
-
-# --- the fake device itself ------------------------------------------------------------------------------------------
-
-
-REFUSED: dict[str, Callable[[Any], Any]] = {
-    "sum of two": lambda x: x + 1,
-    "in place": lambda x: x.add_(1),
-    "constant": lambda x: torch.tensor([1.0]),
-    "list": lambda x: x.tolist(),
-    "number": lambda x: int(x[0]),
-    "host": lambda x: x.cpu(),
-}
-
-
-@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
-def test_a_capture_refuses_what_a_replay_could_not_repeat(body: Callable[[Any], Any]) -> None:
-    with pytest.raises(CaptureRefused):
-        FakeDevice().capture(_second_time(lambda: body(torch.ones(4))))
-
-
-def _second_time(body: Callable[[], Any]) -> Callable[[], None]:
-    """Nothing at the first call, which is no capture."""
-    calls = iter([lambda: None, body])
-    return lambda: next(calls)()
 
 
 # --- one graph for every sequence ------------------------------------------------------------------------------------
