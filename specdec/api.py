@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specdec.checking import checked
-from specdec.checkpoints import format_of, holds_weights, locate, text_config
+from specdec.checkpoints import checkpoint_config, holds_weights, locate, open_checkpoint, text_config
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.drafters.heads.describe import HeadReport, describe_head
@@ -102,11 +102,10 @@ def inspect_checkpoint(
     """
     target = TargetConfig(model=model, revision=revision)
     folder = locate(target.model, revision=target.revision)
-    form = format_of(folder)
-    config = form.config(folder)
+    config = checkpoint_config(folder)
     if is_head(config):
         return describe_head(folder)
-    checkpoint = form.open(folder) if folder.is_file() or holds_weights(folder) else None
+    checkpoint = open_checkpoint(folder) if folder.is_file() or holds_weights(folder) else None
     model_config = text_config(config)
     try:
         spec, family = family_of(model_config, folder)

@@ -911,15 +911,15 @@ class PrepareEnv:
         target: the loaded target.
         tokenizer: its tokenizer (``specdec.text.Tokenizer``); None where a target comes without one.
         load: loads a second model, ``TargetConfig -> (ForwardPass, tokenizer)``; its notices join the target's.
-        costs: what a pass and a draft cost here, ``(file=None) -> CostTable``: the table in ``file``, or the
-            kept or newly measured one; only for a depth policy. Raises: UnsupportedError where there is none.
+        costs: what a pass and a draft cost here, ``() -> CostTable``, kept or newly measured; only for a depth policy.
+            Raises: UnsupportedError where there is none.
         notices: sentences for the user; append to it.
     """
 
     target: ForwardPass
     tokenizer: Any = None
     load: Callable[[Any], tuple[ForwardPass, Any]] | None = None
-    costs: Callable[..., Any] | None = None
+    costs: Callable[[], Any] | None = None
     notices: list[str] = attrs.field(factory=list)
 
 

@@ -58,11 +58,7 @@ def build(config: RunConfig) -> LanguageModel:
         room=_room(target, drafter.needs, config.target.capacity, notices),
     )
     lm.session()  # fail now if a drafter or policy cannot start
-    known = functools.cache(lambda file: costs_of(lm, notices, file))
-
-    def costs(file: str | None = None) -> CostTable:  # this form makes costs() and costs(None) share one measurement
-        return known(file)
-
+    costs = functools.cache(lambda: costs_of(lm, notices))  # measured once
     if config.depth.name == "auto" and _may_adapt(lm, costs, notices):
         depth = DepthPart.of(ADAPTIVE_DEPTH)
     if depth.spec.prepare is not None:

@@ -96,7 +96,8 @@ _INTRODUCTION = """\
 # Families and formats
 
 What specdec reads, and what it was compared with. This page is written by the tests (see `tests/comparisons.py`).
-Models of other families run [through transformers](how-to/run-any-transformers-model.md).
+Models of other families run [through transformers](how-to/run-any-transformers-model.md). Qwen3.8 has the layout of
+`qwen3_5`; Qwen3.8-Flash-Next (`qwen4_exp`) is another architecture and is not read.
 """
 _DIFFERENCE = """\
 The checkpoints are small, with random weights in the published layouts. A difference is

@@ -7,7 +7,7 @@ from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.heads import join_head, unlisted_head
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
-from specdec.checkpoints.opening import CheckpointFormat, format_of
+from specdec.checkpoints.opening import checkpoint_config, open_checkpoint
 from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
 from specdec.checkpoints.weight_check import TensorSpec, WeightCheck, check_weights
 from specdec.checkpoints.weights import StoredWeights
@@ -15,7 +15,6 @@ from specdec.checkpoints.writer import write_checkpoint
 
 __all__ = [
     "Checkpoint",
-    "CheckpointFormat",
     "Names",
     "StoredWeights",
     "TensorSpec",
@@ -23,12 +22,13 @@ __all__ = [
     "canonical_name",
     "canonical_names",
     "check_weights",
+    "checkpoint_config",
     "fingerprint",
-    "format_of",
     "holds_weights",
     "is_ignored",
     "join_head",
     "locate",
+    "open_checkpoint",
     "read_json",
     "text_config",
     "unlisted_head",

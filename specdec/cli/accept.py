@@ -146,8 +146,7 @@ def _judge_traffic(
     else:
         _show_traffic(report)
     if report.partial:
-        click.echo(f"interrupted: this covers {report.done} of {report.planned} requests", err=True)
-        ctx.exit(output.INTERRUPTED)
+        output.interrupted(ctx, f"this covers {report.done} of {report.planned} requests")
 
 
 def _show_traffic(report: TrafficReport) -> None:

@@ -136,8 +136,7 @@ def audit(
         )
         ctx.exit(output.BROKEN_PROMISE)
     if report.partial:
-        click.echo(f"interrupted: this covers {report.done} of {report.planned} requests", err=True)
-        ctx.exit(output.INTERRUPTED)
+        output.interrupted(ctx, f"this covers {report.done} of {report.planned} requests")
 
 
 def _prompts(text: str | None, file: str | None, per_class: int | None) -> list[Prompt]:

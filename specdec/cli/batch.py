@@ -84,8 +84,7 @@ def batch(
             f"the results cannot be written: {error.strerror or error}", file=file or "standard output"
         ) from error
     if unfinished or done < len(prompts):
-        click.echo(f"interrupted: {done - unfinished} of {len(prompts)} are finished, {unfinished} cut short", err=True)
-        ctx.exit(output.INTERRUPTED)
+        output.interrupted(ctx, f"{done - unfinished} of {len(prompts)} are finished, {unfinished} cut short")
 
 
 def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:

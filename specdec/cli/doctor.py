@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 import click
@@ -14,12 +14,7 @@ from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError
 
-if TYPE_CHECKING:
-    from specdec.contract import ModelInfo
-    from specdec.doctor import MachineReport, Promise
-    from specdec.records.bits import Finding
-
-SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "max_rows")
+SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "weights", "max_rows")
 
 
 @click.command()
@@ -54,12 +49,12 @@ def doctor(
         machine = examine_machine()
     examined = None if config is None else _examine(config, context)
     if as_json:
-        output.print_json({"machine": machine.to_dict(), "model": None if examined is None else examined.to_dict()})
+        output.print_json({"machine": machine, "model": examined})
     elif examined is not None:
-        examined.show()
+        _show_model(examined)
     else:
         _show_machine(machine)
-    if examined is not None and examined.promise.broken:
+    if examined is not None and examined["promise"]["broken"]:
         ctx.exit(output.BROKEN_PROMISE)
 
 
@@ -80,113 +75,91 @@ def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
 # --- without a model -------------------------------------------------------------------------------------------------
 
 
-def _show_machine(machine: MachineReport) -> None:
+def _show_machine(machine: Mapping[str, Any]) -> None:
     console = output.console()
     console.print(output.facts(_machine_facts(machine)))
     headings = ("backend", "runs", "about", "origin")
     rows = [
-        (backend.name, "yes" if backend.available else "no", backend.reason or backend.help, backend.origin)
-        for backend in machine.backends
+        (one["name"], "yes" if one["available"] else "no", one["reason"] or one["help"], one["origin"])
+        for one in machine["backends"]
     ]
     console.print(output.table(headings, rows, left=headings))
-    output.lines(console, "plugin failed", map(str, machine.failures))
+    output.lines(console, "plugin failed", machine["failures"])
 
 
-def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
-    memory = machine.memory
-    yield "specdec", f"{machine.specdec}, python {machine.python}"
-    yield "libraries", ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.libraries.items())
-    yield "machine", f"{machine.processor}, {output.count(machine.cores, 'core')}, {machine.system}"
-    yield "memory", f"{amount(memory.free)} free of {amount(memory.total)}"
-    if memory.device:
-        yield "device", f"{memory.device}, {amount(memory.device_free)} free of {amount(memory.device_total)}"
-    yield "threads", str(machine.threads)
-    yield "compiler", machine.compiler
-    yield "CPU kernels", machine.kernels
-    yield "instruction sets", ", ".join(machine.instruction_sets)
-    if machine.stream_bandwidth and machine.product_bandwidth:
-        share = machine.product_bandwidth / machine.stream_bandwidth
-        read = f"{machine.stream_bandwidth / 1e9:.0f} GB/s read"
-        yield "memory speed", f"{read}, {machine.product_bandwidth / 1e9:.0f} GB/s in products ({share:.2f})"
-    yield "auto", f"{machine.auto or 'none'}{f' ({machine.auto_reason})' if machine.auto_reason else ''}"
-    yield "plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"
-    problem = f" ({machine.cache_problem})" if machine.cache_problem else ""
-    yield "cache", f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{problem}"
+def _machine_facts(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    memory, stream = machine["memory"], machine["stream_bandwidth"]
+    yield "specdec", f"{machine['specdec']}, python {machine['python']}"
+    libraries = machine["libraries"].items()
+    yield "libraries", ", ".join(f"{name} {version or 'not installed'}" for name, version in libraries)
+    yield "machine", f"{machine['processor']}, {output.count(machine['cores'], 'core')}, {machine['system']}"
+    yield "memory", f"{amount(memory['free'])} free of {amount(memory['total'])}"
+    if memory["device"]:
+        yield "device", f"{memory['device']}, {amount(memory['device_free'])} free of {amount(memory['device_total'])}"
+    yield "threads", str(machine["threads"])
+    yield "compiler", machine["compiler"]
+    yield "CPU kernels", machine["kernels"]
+    yield "instruction sets", ", ".join(machine["instruction_sets"])
+    if stream and (product := machine["product_bandwidth"]):
+        read = f"{stream / 1e9:.0f} GB/s read, {product / 1e9:.0f} GB/s in products"
+        yield "memory speed", f"{read} ({product / stream:.2f})"
+    reason = f" ({machine['auto_reason']})" if machine["auto_reason"] else ""
+    yield "auto", f"{machine['auto'] or 'none'}{reason}"
+    yield "plugins", output.count(len(machine["failures"]), "failure") if machine["failures"] else "none failed"
+    problem = f" ({machine['cache_problem']})" if machine["cache_problem"] else ""
+    yield "cache", f"{machine['cache_folder'] or 'none'}, {amount(machine['cache_bytes'])}{problem}"
 
 
 # --- with a model ----------------------------------------------------------------------------------------------------
 
 
-def _examine(config: RunConfig, context: int | None) -> _Examined:
-    """Load the model and compare bits."""
+def _examine(config: RunConfig, context: int | None) -> dict[str, Any]:
+    """Load the model and compare bits: the object under ``model`` of ``doctor --json``."""
     from specdec.doctor import probe_bits, promise
     from specdec.models.loading import load_target
 
     with output.status(f"loading {config.target.model}"):
         loaded = load_target(config)
-    target = loaded.target
-    if context is not None and context + target.info.max_rows > target.info.max_positions:
+    target, info = loaded.target, loaded.target.info
+    if context is not None and context + info.max_rows > info.max_positions:
         raise ConfigError(
-            f"--context {context} leaves no room: the model takes {target.info.max_positions} tokens",
-            try_=f"--context {max(1, target.info.max_positions - target.info.max_rows)}",
+            f"--context {context} leaves no room: the model takes {info.max_positions} tokens",
+            try_=f"--context {max(1, info.max_positions - info.max_rows)}",
         )
     with output.status("comparing bits"):
         findings = probe_bits(target, context)
-    return _Examined(
-        model=config.target.model,
-        info=target.info,
-        findings=findings,
-        promise=promise(target, findings),
-        notices=tuple(loaded.notices),
-    )
+    return {
+        "model": config.target.model,
+        **{name: getattr(info, name) for name in SHOWN_FACTS},
+        "parity_at_load": info.parity.value,
+        "parity_reason": info.parity_reason,
+        "notices": list(loaded.notices),
+        "findings": [
+            {**attrs.asdict(finding), "equal": finding.equal, "blocks": finding.blocks()} for finding in findings
+        ],
+        "promise": promise(target, findings),
+    }
 
 
-@attrs.frozen(kw_only=True)
-class _Examined:
-    """The result of a model's probe."""
-
-    model: str
-    info: ModelInfo
-    findings: list[Finding]
-    promise: Promise
-    notices: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object under ``model`` of ``doctor --json``."""
-        info = self.info
-        return {
-            "model": self.model,
-            **{name: getattr(info, name) for name in SHOWN_FACTS},
-            "parity_at_load": info.parity.value,
-            "parity_reason": info.parity_reason,
-            "notices": list(self.notices),
-            "findings": [{**attrs.asdict(finding), "equal": finding.equal} for finding in self.findings],
-            "promise": {**attrs.asdict(self.promise), "broken": self.promise.broken},
-        }
-
-    def show(self) -> None:
-        """Tables on stdout."""
-        console, info, promise = output.console(), self.info, self.promise
-        rows = [
-            ("model", f"{self.model} ({info.family}, fingerprint {info.fingerprint[:12] or 'unknown'})"),
-            ("runs on", f"{info.backend}: {info.device}, {info.dtype}, up to {info.max_rows} rows"),
-            ("kernels", info.kernels),
-            *([("weights", info.weights)] if info.weights else []),
-            *(("notice", notice) for notice in self.notices),
-        ]
-        console.print(output.facts(rows))
-        headings = ("bits", "rows", "off by", "compared")
-        console.print(output.table(headings, _bits(self.findings), left=("bits", "rows", "compared")))
-        console.print()
-        rows = [("promise", f"{'exact' if promise.exact else 'numeric'}: {promise.reason}")]
-        console.print(output.facts(rows))
+def _show_model(model: Mapping[str, Any]) -> None:
+    console, promise = output.console(), model["promise"]
+    rows = [
+        ("model", f"{model['model']} ({model['family']}, fingerprint {model['fingerprint'][:12] or 'unknown'})"),
+        ("runs on", f"{model['backend']}: {model['device']}, {model['dtype']}, up to {model['max_rows']} rows"),
+        ("kernels", model["kernels"]),
+        *([("weights", model["weights"])] if model["weights"] else []),
+        *(("notice", notice) for notice in model["notices"]),
+    ]
+    console.print(output.facts(rows))
+    headings = ("bits", "rows", "off by", "compared")
+    console.print(output.table(headings, map(_bits, model["findings"]), left=("bits", "rows", "compared")))
+    console.print()
+    console.print(output.facts([("promise", f"{'exact' if promise['exact'] else 'numeric'}: {promise['reason']}")]))
 
 
-def _bits(findings: list[Finding]) -> Iterator[tuple[str, ...]]:
-    for finding in findings:
-        if finding.equal:
-            yield "equal", f"2 to {finding.rows}", "", finding.subject
-            continue
-        row = "" if finding.first_row is None else f", first in row {finding.first_row}"
-        off = "not finite" if finding.difference is None else f"{finding.difference:.2g}"
-        yield "differ", finding.blocks(), off, f"{finding.subject}{row}"
+def _bits(finding: Mapping[str, Any]) -> tuple[str, ...]:
+    if finding["equal"]:
+        return "equal", f"2 to {finding['rows']}", "", finding["subject"]
+    row = "" if finding["first_row"] is None else f", first in row {finding['first_row']}"
+    off = "not finite" if finding["difference"] is None else f"{finding['difference']:.2g}"
+    return "differ", finding["blocks"], off, f"{finding['subject']}{row}"

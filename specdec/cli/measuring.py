@@ -129,8 +129,7 @@ def finish(
     if report.broken_promise:
         output.broken_promise(ctx, changed if lost is None else f"{changed} ({lost.message})")
     if report.partial:
-        click.echo(f"interrupted: this covers {done}", err=True)
-        ctx.exit(output.INTERRUPTED)
+        output.interrupted(ctx, f"this covers {done}")
 
 
 def plain_milliseconds(lm: LanguageModel) -> float:
@@ -168,10 +167,9 @@ def sampling(report: Any) -> str:
 def environment(env: Environment) -> list[tuple[str, str]]:
     """Model and machine."""
     load = "" if env.load_1min is None else f", load {env.load_1min:.2f}"
-    commit = f" ({env.commit})" if env.commit else ""
     return [
         ("model", f"{env.model}, {env.family}, {env.dtype} on {env.device}"),
-        ("machine", f"{env.processor}, {output.count(env.threads, 'thread')}{load}; specdec {env.specdec}{commit}"),
+        ("machine", f"{env.processor}, {output.count(env.threads, 'thread')}{load}; specdec {env.specdec}"),
     ]
 
 

@@ -280,6 +280,12 @@ def broken_promise(ctx: click.Context, change: str) -> NoReturn:
     ctx.exit(BROKEN_PROMISE)
 
 
+def interrupted(ctx: click.Context, what: str) -> NoReturn:
+    """Report that Ctrl-C ended the command early, and exit."""
+    click.echo(f"interrupted: {what}", err=True)
+    ctx.exit(INTERRUPTED)
+
+
 # --- progress --------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,11 @@ def served_name(model: str) -> str:
     help="The model's name in requests (default: its own), repeatable.",
 )
 @integer("--queue", "Maximum waiting requests", 16, low=0, high=10_000)
-@integer("--parallel", "Requests generated at once, each with the text that it has alone", 4, high=256)
+@integer(
+    "--parallel",
+    "Requests generated at once, each with the text that it has alone (default: by the cost table, 4 to 16)",
+    high=256,
+)
 @integer("--most-tokens", "Maximum tokens per response", 4096)
 @integer("--most-prompt", "Maximum tokens per prompt")
 @integer("--keep", "MiB of memory for idle sessions", 1024, low=0)
@@ -107,7 +111,7 @@ def serve(
     api_key: str | None,
     names: tuple[str, ...],
     queue: int,
-    parallel: int,
+    parallel: int | None,
     most_tokens: int,
     most_prompt: int | None,
     keep: int,
@@ -135,6 +139,7 @@ def serve(
             f"the server needs packages that are not installed: {', '.join(missing)}",
             try_="pip install 'specdec-framework[serve]'",
         )
+    from specdec.decoding.cycle_timing import sequences_that_pay
     from specdec.serving.app import Service
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
@@ -149,6 +154,7 @@ def serve(
         with output.status(f"loading {config.target.model}"):
             lm = specdec.load(config=config)
             plain_ms = plain_milliseconds(lm)
+            parallel = parallel or sequences_that_pay(lm)
         metrics = Metrics()
         service = Service(
             lm=lm,

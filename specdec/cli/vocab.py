@@ -101,8 +101,7 @@ def vocab(
         origin = {"generated_from": f"{len(chosen)} prompts", "chat": chat}
         interrupted = _count_outputs(lm, chosen, tokens, counts)
         if interrupted and not counts.total:
-            click.echo("interrupted: nothing was generated, so no file was written", err=True)
-            ctx.exit(output.INTERRUPTED)
+            output.interrupted(ctx, "nothing was generated, so no file was written")
     origin["tokens"] = counts.total
     vocabulary = make_vocabulary(counts, lm.tokenizer, lm.info, size, origin)
     vocabulary.write(file)
@@ -121,8 +120,7 @@ def vocab(
     else:
         _show(vocabulary, counts, file)
     if interrupted:
-        click.echo(f"interrupted: this covers {counts.total} of {tokens} tokens", err=True)
-        ctx.exit(output.INTERRUPTED)
+        output.interrupted(ctx, f"this covers {counts.total} of {tokens} tokens")
 
 
 def _count_texts(lm: LanguageModel, sources: Mapping[str, str], counts: TokenCounts) -> None:

@@ -1,14 +1,12 @@
 """Measures what cycles cost on this machine, and keeps the cost tables between processes.
 
-Costs hold for one machine and installation only; another one has a file of its own. A table named in the configuration
-is refused where it does not fit, because the user relies on it.
+Costs hold for one machine and installation only; another one has a file of its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, MutableSequence, Sequence
-from pathlib import Path
 from time import perf_counter
 
 import attrs
@@ -21,10 +19,10 @@ from specdec.decoding.parts import Parts
 from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import prefill
 from specdec.decoding.session import Session
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.logs import get_logger
 from specdec.records import machine
-from specdec.records.cost_table import CostIdentity, CostTable, costs_folder, find_costs, read_costs, write_costs
+from specdec.records.cost_table import CostIdentity, CostTable, read_costs, write_costs
 from specdec.registry import calling
 from specdec.registry.parts import make_verifier
 
@@ -36,6 +34,8 @@ BUDGET_S = 1.0  # start no further depth after this long, once the first and las
 STEADY = 1.25  # largest ratio of the second smallest time to the smallest
 CONTEXT = 32  # tokens before the measured passes
 DOUBTED = 2.0  # times what a plain pass takes now: a kept table that says more is measured again
+FEWEST, MOST = 4, 16  # sequences at once
+PAYS = 0.05  # relative
 NEXT_TO_NOTHING = 1.2  # a first cycle of at most so many later ones: the other depths are not warmed up
 
 
@@ -51,24 +51,21 @@ def cost_identity(lm: Parts) -> CostIdentity:
     )
 
 
-def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None = None) -> CostTable:
-    """The cost table of ``lm`` on this machine: from ``file``, kept by an earlier process, or measured now and kept.
+def costs_of(lm: Parts, notices: MutableSequence[str]) -> CostTable:
+    """The cost table of ``lm`` on this machine: kept by an earlier process, or measured now and kept.
 
     Problems (a broken file, a folder that cannot be written) are appended to ``notices``. A model without a fingerprint
     is measured every time. A table measured under load is not kept, and a kept one is replaced silently where a plain
     pass takes less than half of what it says. A file that is not used is removed, so that it is reported once.
 
-    Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
-    UnsupportedError when costs cannot be measured.
+    Raises: UnsupportedError when costs cannot be measured.
     """
     depths_that_fit(lm)
     identity = cost_identity(lm)
-    if file is not None:
-        return _from_file(Path(file), identity)
     path = identity.path()
     if path is None:
         return measure_costs(lm)
-    found = find_costs(path)
+    found = read_costs(path)
     if isinstance(found, CostTable):
         if found.pass_seconds(1) < DOUBTED * plain_pass(lm):
             return found
@@ -88,18 +85,18 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     return table
 
 
-def _from_file(path: Path, identity: CostIdentity) -> CostTable:
-    remedy = f"leave depth.costs out: costs are then measured at load and kept in {costs_folder() or 'no folder'}"
-    try:
-        table, stored = read_costs(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"depth.costs is not a cost table: {reason}", file=path, try_=remedy) from error
-    if differences := identity.differences(stored):
-        raise ConfigError(
-            f"depth.costs is a cost table that does not fit: {'; '.join(differences)}", file=path, try_=remedy
-        )
-    return table
+def sequences_that_pay(lm: Parts) -> int:
+    """Sequences to generate at once: as many as raise the tokens per second of all by ``PAYS`` each, by the cost table.
+
+    From ``FEWEST``, with which a short request seldom waits for a long one, to ``MOST``, since each has a state.
+
+    Raises: UnsupportedError when costs cannot be measured.
+    """
+    if not lm.info.batch_rows:
+        return FEWEST
+    costs = costs_of(lm, [])
+    rates = {count: count / costs.pass_seconds(count) for count in range(FEWEST, MOST + 1)}
+    return next((count for count in range(FEWEST, MOST) if rates[count + 1] < (1 + PAYS) * rates[count]), MOST)
 
 
 def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.doctor.machine import MachineReport, examine_machine
-from specdec.doctor.promise import Promise, probe_bits, promise
+from specdec.doctor.machine import examine_machine
+from specdec.doctor.promise import probe_bits, promise
 
-__all__ = ["MachineReport", "Promise", "examine_machine", "probe_bits", "promise"]
+__all__ = ["examine_machine", "probe_bits", "promise"]

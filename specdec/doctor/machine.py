@@ -7,10 +7,10 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from specdec._version import __version__
@@ -19,7 +19,6 @@ from specdec.backends.cpu.bandwidth import bandwidths
 from specdec.backends.cpu.compiler import CompileError, find_compiler
 from specdec.backends.cpu.instruction_sets import available
 from specdec.backends.cpu.library import Kernels, load_kernels
-from specdec.contract import BackendSpec
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.files.keeping import exposed
 from specdec.records import machine
@@ -30,121 +29,65 @@ _APPLE_ONLY = () if sys.platform == "darwin" else ("mlx-metal",)
 _SHOWN_LIBRARIES = (*(name for name in machine.LIBRARIES if name not in _APPLE_ONLY), "numpy", "tokenizers")
 
 
-@attrs.frozen(kw_only=True)
-class BackendStatus:
-    """One registered backend."""
+def examine_machine() -> dict[str, Any]:
+    """Inspect this machine: software, hardware, and what can run, as plain JSON data.
 
-    name: str
-    origin: str
-    available: bool
-    reason: str  # why it cannot run here, or ""
-    help: str
-
-
-@attrs.frozen(kw_only=True)
-class Memory:
-    """Memory sizes in bytes; None if unknown."""
-
-    total: int | None
-    free: int | None  # available to a program, including file caches
-    device: str = ""  # the accelerator's name, if there is one
-    device_total: int | None = None
-    device_free: int | None = None
-
-
-@attrs.frozen(kw_only=True)
-class MachineReport:
-    """Software and hardware of this machine, and what can run."""
-
-    specdec: str
-    python: str
-    system: str
-    processor: str
-    cores: int
-    threads: int  # used by torch and the native kernels
-    libraries: dict[str, str | None]  # versions; None: not installed
-    compiler: str  # the command that builds native kernels, or why there is none
-    kernels: str  # the native kernels, or why there are none
-    kernels_available: bool
-    instruction_set: str  # of the native kernels, or ""
-    instruction_sets: tuple[str, ...]  # that this processor has, widest first
-    stream_bandwidth: float | None  # bytes per second that the kernels' threads read from memory; None without kernels
-    product_bandwidth: float | None  # bytes of bfloat16 weights per second that a product with one row reads
-    backends: tuple[BackendStatus, ...]
-    auto: str  # the backend that target.backend = "auto" chooses, or ""
-    auto_reason: str
-    failures: tuple[str, ...]  # plugins, or parts of them, that do not work
-    memory: Memory
-    cache_folder: str  # "" if there is none
-    cache_bytes: int
-    cache_problem: str  # why the cache folder cannot be used, or ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return attrs.asdict(self)
-
-
-def examine_machine() -> MachineReport:
-    """Inspect this machine. Builds the native kernels if they are not cached."""
+    Builds the native kernels if they are not cached. What is unknown is None, or an empty text.
+    """
     backends = _backends()
     auto, auto_reason = _auto(backends)
     kernels = _kernels()
     stream, product = bandwidths(kernels) if isinstance(kernels, Kernels) else (None, None)
     cache, cache_problem = _cache()
-    return MachineReport(
-        specdec=__version__,
-        python=platform.python_version(),
-        system=machine.system(),
-        processor=machine.processor(),
-        cores=machine.cores(),
-        threads=torch.get_num_threads(),
-        libraries={name: machine.library_version(name) for name in _SHOWN_LIBRARIES},
-        compiler=_compiler(),
-        kernels=kernels.description if isinstance(kernels, Kernels) else kernels,
-        kernels_available=isinstance(kernels, Kernels),
-        instruction_set=kernels.instruction_set if isinstance(kernels, Kernels) else "",
-        instruction_sets=tuple(one.name for one in available()),
-        stream_bandwidth=stream,
-        product_bandwidth=product,
-        backends=backends,
-        auto=auto,
-        auto_reason=auto_reason,
-        failures=tuple(f"{failure} (during {failure.during})" for failure in registry().failures),
-        memory=_memory(),
-        cache_folder="" if cache is None else str(cache),
-        cache_bytes=0 if cache is None else _size(cache),
-        cache_problem=cache_problem,
-    )
+    return {
+        "specdec": __version__,
+        "python": platform.python_version(),
+        "system": machine.system(),
+        "processor": machine.processor(),
+        "cores": machine.cores(),
+        "threads": torch.get_num_threads(),  # of torch and the native kernels
+        "libraries": {name: machine.library_version(name) for name in _SHOWN_LIBRARIES},
+        "compiler": _compiler(),  # its command, or why there is none
+        "kernels": kernels.description if isinstance(kernels, Kernels) else kernels,
+        "kernels_available": isinstance(kernels, Kernels),
+        "instruction_set": kernels.instruction_set if isinstance(kernels, Kernels) else "",
+        "instruction_sets": [one.name for one in available()],  # that this processor has, widest first
+        "stream_bandwidth": stream,  # bytes per second that the kernels' threads read from memory
+        "product_bandwidth": product,  # bytes of bfloat16 weights per second that a product with one row reads
+        "backends": backends,
+        "auto": auto,
+        "auto_reason": auto_reason,
+        "failures": [f"{failure} (during {failure.during})" for failure in registry().failures],
+        "memory": _memory(),
+        "cache_folder": "" if cache is None else str(cache),
+        "cache_bytes": 0 if cache is None else _size(cache),
+        "cache_problem": cache_problem,
+    }
 
 
-def _backends() -> tuple[BackendStatus, ...]:
-    found = []
+def _backends() -> list[dict[str, Any]]:
+    """The registered backends; ``reason``: why one cannot run here, or ""."""
+    found: list[dict[str, Any]] = []
     for entry in registry().entries(Kind.BACKEND):
-        spec = entry.spec
-        assert isinstance(spec, BackendSpec)
+        spec: Any = entry.spec
         reason = registry().unavailable(spec)
-        found.append(
-            BackendStatus(
-                name=spec.name, origin=str(entry.origin), available=reason is None, reason=reason or "", help=spec.help
-            )
-        )
-    return tuple(found)
+        about = {"available": reason is None, "reason": reason or "", "help": spec.help}
+        found.append({"name": spec.name, "origin": str(entry.origin), **about})
+    return found
 
 
-def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
+def _auto(backends: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Return the backend that ``auto`` chooses, and why not the others."""
     try:
         chosen, notices = auto_backend()
     except SpecdecError as error:
         return "", error.message
-    if notices:
-        return chosen, "; ".join(notices)
     against = [
-        f"{backend.name}: {backend.reason or 'can run, and is taken by name only'}"
+        f"{backend['name']}: {backend['reason'] or 'can run, and is taken by name only'}"
         for backend in backends
-        if backend.name != chosen
+        if backend["name"] != chosen
     ]
-    return chosen, "; ".join(against)
+    return chosen, "; ".join(notices or against)
 
 
 def _compiler() -> str:
@@ -164,10 +107,10 @@ def _kernels() -> Kernels | str:
     return kernels if isinstance(kernels, Kernels) else f"torch reference: {kernels.reason}"
 
 
-def _memory() -> Memory:
-    total, free = machine.memory()
-    device, device_total, device_free = _device_memory()
-    return Memory(total=total, free=free, device=device, device_total=device_total, device_free=device_free)
+def _memory() -> dict[str, Any]:
+    """Bytes; what is free is available to a program, including file caches."""
+    (total, free), (device, device_total, device_free) = machine.memory(), _device_memory()
+    return {"total": total, "free": free, "device": device, "device_total": device_total, "device_free": device_free}
 
 
 def _device_memory() -> tuple[str, int | None, int | None]:

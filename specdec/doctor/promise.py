@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 
 from specdec.contract import ForwardPass, Needs, Parity, State
@@ -65,22 +64,12 @@ def _probe_passes(target: ForwardPass, context: int) -> list[Finding]:
     return [logits.finding(), states.finding()]
 
 
-@attrs.frozen(kw_only=True)
-class Promise:
-    """The guarantee that this machine can give for one checkpoint."""
+def promise(target: ForwardPass, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The guarantee that this machine can give for a loaded target, as plain JSON data.
 
-    exact: bool
-    reason: str
-    claimed: bool  # whether the backend declares bitwise parity
-
-    @property
-    def broken(self) -> bool:
-        """Whether a backend that declares equal bits gave different ones."""
-        return self.claimed and not self.exact
-
-
-def promise(target: ForwardPass, findings: Sequence[Finding]) -> Promise:
-    """Give the verdict on a loaded target."""
+    Returns: ``exact``, ``reason``; ``claimed``: whether the backend declares equal bits; ``broken``: it does, and gave
+    others.
+    """
     declared = target.ops.capabilities if isinstance(target, CausalLM) else target.info
     claimed = declared.parity is Parity.BITWISE
     differing = [finding for finding in findings if not finding.equal]
@@ -92,4 +81,5 @@ def promise(target: ForwardPass, findings: Sequence[Finding]) -> Promise:
         reason = f"all compared bits are equal, but the backend does not promise them: {why}"
     else:
         reason = f"all {len(findings)} comparisons gave equal bits in blocks of up to {target.info.max_rows} rows"
-    return Promise(exact=claimed and not differing, reason=reason, claimed=claimed)
+    exact = claimed and not differing
+    return {"exact": exact, "reason": reason, "claimed": claimed, "broken": claimed and not exact}

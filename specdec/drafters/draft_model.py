@@ -19,24 +19,21 @@ from specdec.contract import (
     Draft,
     Drafter,
     DrafterEnv,
-    DrafterSnapshot,
     DrafterSpec,
     ForwardOutput,
     ForwardPass,
     ModelInfo,
     PrepareEnv,
-    State,
     Verdict,
 )
-from specdec.drafters.follower import Follower, restored
+from specdec.drafters.follower import Follower
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.logits import last_row
 from specdec.drafters.retokenise import Transcript, continuation, differences
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.text import Tokenizer, common_prefix
+from specdec.text import Tokenizer
 
-OTHER_TOKENS = "the saved state holds other tokens"
 _SHOWN = 3  # examples in an error
 
 
@@ -71,7 +68,7 @@ class DraftModel:
 
 
 class _SecondModelDrafter(Drafter):
-    """What both kinds share: following the committed tokens, and saving the state."""
+    """What both kinds share: following the committed tokens."""
 
     tokenizers: ClassVar[str]
     places: ClassVar[int] = 1  # capacity of the draft model's state per target token
@@ -82,17 +79,8 @@ class _SecondModelDrafter(Drafter):
         self._vocab_size = env.target.info.vocab_size
         self._gate = DraftGate(config.min_confidence, config.min_margin)
         self._skipped: dict[str, int] = {}  # drafts that were not made, by reason
-        self._rebuilt = ""  # why a saved state was not used
-        self._saved_tokens: list[int] = []
         capacity = min(env.state.capacity * self.places, self._info.max_positions)
-        state: State | None = None
-        if env.saved is not None:
-            restoration = restored(env.saved, shared.model, capacity, self._identity())
-            if isinstance(restoration, str):
-                self._rebuilt = restoration
-            else:
-                state, self._saved_tokens = restoration
-        self._follower = Follower(shared.model, shared.model.new_state(capacity) if state is None else state)
+        self._follower = Follower(shared.model, shared.model.new_state(capacity))
 
     @abc.abstractmethod
     def _follow(self, context: Context) -> tuple[Sequence[int], int]:
@@ -100,10 +88,6 @@ class _SecondModelDrafter(Drafter):
 
         Afterwards the follower's state holds a prefix of these tokens.
         """
-
-    @abc.abstractmethod
-    def _held_tokens(self, context: Context) -> Sequence[int]:
-        """Tokens that begin with those the follower holds."""
 
     def _readable(self, tokens: Sequence[int], end: int) -> bool:
         """Whether the draft model can hold the first ``end`` tokens; if not, counts the reason."""
@@ -128,14 +112,6 @@ class _SecondModelDrafter(Drafter):
         if self._follower.waits:
             self._follower.settle(*self._follow(context))
 
-    def snapshot(self, context: Context) -> DrafterSnapshot | None:
-        # not _follow: the context may end with tokens that were fed and can still be rewound
-        return self._follower.snapshot(self._held_tokens(context), self._identity())
-
-    def _identity(self) -> dict[str, str]:
-        names = ("fingerprint", "family", "backend", "dtype")
-        return {**{name: getattr(self._info, name) for name in names}, "tokenizers": self.tokenizers}
-
     def report(self) -> Mapping[str, Any]:
         return {
             "model": self._shared.name,
@@ -145,7 +121,6 @@ class _SecondModelDrafter(Drafter):
             "prefilled": self._follower.prefilled,
             **self._gate.report(),
             **({"skipped": dict(self._skipped)} if self._skipped else {}),
-            **({"rebuilt": self._rebuilt} if self._rebuilt else {}),
         }
 
 
@@ -177,16 +152,7 @@ class DraftModelDrafter(_SecondModelDrafter):
         self._follower.cut(length)
 
     def _follow(self, context: Context) -> tuple[Sequence[int], int]:
-        if self._saved_tokens:
-            shared = min(common_prefix(self._saved_tokens, context), max(len(context) - 1, 0))
-            if shared < self._follower.held:
-                self._follower.cut(shared)
-                self._rebuilt = OTHER_TOKENS
-            self._saved_tokens = []
         return context, len(context) - 1
-
-    def _held_tokens(self, context: Context) -> Sequence[int]:
-        return self._follow(context)[0]
 
 
 class TextDraftModelDrafter(_SecondModelDrafter):
@@ -203,7 +169,7 @@ class TextDraftModelDrafter(_SecondModelDrafter):
         if self._shared.tokenizers is None:
             raise UnsupportedError('tokenizers = "text" needs the tokenizers of both models')
         self._target_tokenizer, self._draft_tokenizer = self._shared.tokenizers
-        self._transcript = Transcript(self._target_tokenizer, self._draft_tokenizer, self._saved_tokens or None)
+        self._transcript = Transcript(self._target_tokenizer, self._draft_tokenizer)
         self._dropped: dict[str, int] = {"boundary": 0, "incomplete": 0, "special": 0}
 
     def propose(self, context: Context, depth: int) -> Draft:
@@ -239,14 +205,8 @@ class TextDraftModelDrafter(_SecondModelDrafter):
         transcript = self._transcript
         unchanged = min(transcript.follow(context), max(len(transcript.ids) - 1, 0))  # one is always left to decode
         if unchanged < self._follower.held:
-            if self._saved_tokens:
-                self._rebuilt = OTHER_TOKENS
             self._follower.cut(unchanged)
-        self._saved_tokens = []
         return transcript.ids, min(transcript.closed, len(transcript.ids) - 1)
-
-    def _held_tokens(self, context: Context) -> Sequence[int]:
-        return self._transcript.known
 
     def report(self) -> Mapping[str, Any]:
         return {**super().report(), "dropped": dict(self._dropped)}

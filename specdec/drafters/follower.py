@@ -1,12 +1,10 @@
-"""The sequence of a draft model: follows the committed tokens, drafts on provisional rows, and can be saved."""
+"""The sequence of a draft model: follows the committed tokens, and drafts on provisional rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from specdec.contract import DrafterSnapshot, ForwardPass, Logits, Snapshot, State
+from specdec.contract import ForwardPass, Logits, State
 from specdec.text import common_prefix
 
 WAITING_ROWS = 8  # committed tokens that a decode may include; more are prefilled first
@@ -82,39 +80,3 @@ class Follower:
         self._decoded = [*tokens[self.held :], *drafted]
         self.passes += 1
         return self.model.decode(self.state, self._decoded).need_logits()
-
-    def snapshot(self, tokens: Sequence[int], identity: Mapping[str, int | str]) -> DrafterSnapshot | None:
-        """The state and its tokens; None if ``tokens`` is shorter than the state, or the state is empty."""
-        prefix = list(tokens[: self.held])
-        if not prefix or len(prefix) != self.held:
-            return None
-        snapshot = self.model.snapshot(self.state)
-        arrays = {f"state.{name}": self.model.to_host(array) for name, array in snapshot.arrays.items()}
-        meta: dict[str, int | str] = {f"state.{name}": value for name, value in snapshot.meta.items()}
-        return DrafterSnapshot({**arrays, "tokens": np.array(prefix, dtype=np.int64)}, {**meta, **identity})
-
-
-def foreign(saved: DrafterSnapshot, identity: Mapping[str, int | str]) -> str:
-    """Why a saved state is another model's; empty if it is not."""
-    for name, ours in identity.items():
-        if saved.meta.get(name) != ours:
-            return f"saved with another {name}: {saved.meta.get(name)!r}, this one has {ours!r}"
-    return ""
-
-
-def restored(
-    saved: DrafterSnapshot, model: ForwardPass, capacity: int, identity: Mapping[str, int | str]
-) -> tuple[State, list[int]] | str:
-    """A saved state and its tokens, or the reason why it is not used (another model, or damaged)."""
-    if reason := foreign(saved, identity):
-        return reason
-    try:
-        tokens = [int(token) for token in saved.arrays["tokens"].tolist()]
-        arrays = {name[6:]: model.from_host(array) for name, array in saved.arrays.items() if name.startswith("state.")}
-        meta = {name[6:]: int(value) for name, value in saved.meta.items() if name.startswith("state.")}
-        state = model.restore(Snapshot(len(tokens), capacity, arrays, meta))
-    except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors
-        return f"the saved state cannot be restored: {type(error).__name__}: {error}"
-    if state.length != len(tokens):
-        return f"the saved state holds {state.length} tokens, and {len(tokens)} belong to it"
-    return state, tokens

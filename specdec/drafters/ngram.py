@@ -25,7 +25,7 @@ class NgramConfig:
     """How long a suffix must be to count as a match."""
 
     max_order: int = attrs.field(default=8, validator=between(1, 16))  # tokens of the longest suffix tried
-    min_order: int = attrs.field(default=2, validator=between(1, 16))  # tokens of the shortest
+    min_order: int = attrs.field(default=1, validator=between(1, 16))  # tokens of the shortest
 
     def __attrs_post_init__(self) -> None:
         if self.min_order > self.max_order:

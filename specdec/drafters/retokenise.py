@@ -50,13 +50,12 @@ class Transcript:
         text: the text since the last special token, or its end if it is long.
     """
 
-    def __init__(self, target: Tokenizer, draft: Tokenizer, former: Sequence[int] | None = None) -> None:
-        """``former``: the tokens of a saved state; the first ``follow`` returns how many of them are still right."""
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
         self._target, self._draft = target, draft
         self._specials = {i: draft.core.token_to_id(target.piece(i) or "") for i in target.special_ids}
         self._opening = _opening(draft)
         self._space = _added_space(draft)
-        self._former = None if former is None else list(former)
+        self._former: list[int] | None = None  # ``ids`` from before a restart
         self._clear()
 
     def _clear(self) -> None:
@@ -67,11 +66,6 @@ class Transcript:
         self._fresh = True  # no text yet: the tokenizer adds its prefix here
         self._read = 0  # target tokens
         self._decoder = IncrementalDecoder(self._target)
-
-    @property
-    def known(self) -> list[int]:
-        """The tokens that the next ``follow`` compares with: ``ids``, or those from before a restart."""
-        return self.ids if self._former is None else self._former
 
     def restart(self) -> None:
         """Make the next ``follow`` read its context from the beginning."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,28 +17,6 @@ if TYPE_CHECKING:
     from specdec.contract import ModelInfo
 
 LIBRARIES = ("torch", "numpy", "tokenizers")
-_PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def commit(folder: Path) -> str | None:
-    """The short commit of the checkout with root ``folder``, followed by "+" if tracked files are modified.
-
-    None if ``folder`` is not a checkout's root: an installed package may lie inside another repository.
-    """
-    if not (folder / ".git").exists():
-        return None
-    try:
-        head = _git(folder, "rev-parse", "--short", "HEAD")
-        return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):  # no git, no commit yet, or a checkout of another user
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
-    )
-    return done.stdout.strip()
 
 
 def _command() -> str:
@@ -64,7 +41,6 @@ class Environment:
     command: str = attrs.field(factory=_command)
     started: str = attrs.field(factory=_now)
     specdec: str = __version__
-    commit: str | None = attrs.field(factory=lambda: commit(_PACKAGE.parent))  # None if installed
     python: str = attrs.field(factory=platform.python_version)
     libraries: dict[str, str] = attrs.field(
         factory=lambda: {name: machine.library_version(name) or "unknown" for name in LIBRARIES}

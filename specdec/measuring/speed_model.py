@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
+from specdec.measuring.intervals import MIN_PROMPTS
+
 TURN_ON = 1.05  # the lower end of the speed-up must exceed this
 NOT_WORTH_IT = 1.02  # the upper end of the speed-up must be below this
 
@@ -76,7 +78,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
 def advise(prediction: Prediction) -> tuple[Advice, str]:
     """The advice for the best depth, and the deciding number."""
     if prediction.interval is None:
-        return Advice.WORTH_TRYING, "too few prompts for an interval"
+        return Advice.WORTH_TRYING, f"too few prompts for an interval ({MIN_PROMPTS} or more)"
     low, high = prediction.interval
     if low > TURN_ON:
         return Advice.TURN_ON, f"lower end {_x(low)} is above {TURN_ON}x"

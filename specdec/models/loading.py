@@ -22,9 +22,9 @@ from specdec.checkpoints import (
     WeightCheck,
     check_weights,
     fingerprint,
-    format_of,
     join_head,
     locate,
+    open_checkpoint,
     text_config,
     unlisted_head,
 )
@@ -76,7 +76,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
         registry().backend(asked.backend, asked_by="target.backend")
 
     # 2 read
-    checkpoint = format_of(folder).open(folder)
+    checkpoint = open_checkpoint(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
     checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
     tokenizer = Tokenizer.from_checkpoint(folder)

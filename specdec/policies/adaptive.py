@@ -173,14 +173,13 @@ class Trials:
 
 @attrs.frozen(kw_only=True)
 class AdaptiveConfig:
-    """The deepest draft, how fast to forget, how rarely to try another depth, and an optional cost table."""
+    """The deepest draft, how fast to forget, and how rarely to try another depth."""
 
     max_depth: int = attrs.field(default=6, validator=between(1, MAX_DEPTH))
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
     min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative; below it the depth stays
     first_probe: int = attrs.field(default=16, validator=between(1, 65536))  # tokens until another depth is tried
     last_probe: int = attrs.field(default=256, validator=between(1, 65536))  # tokens between those trials at most
-    costs: str | None = None  # a file with this machine's costs; measured at load and kept if None
 
 
 @attrs.define
@@ -399,7 +398,7 @@ def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:
     if env.costs is None:
         return Learnt()
     try:
-        return Learnt(env.costs(config.costs))
+        return Learnt(env.costs())
     except UnsupportedError as error:
         env.notices.append(f"the depth policy 'adaptive' starts without measured costs: {error}")
         return Learnt()

@@ -18,7 +18,7 @@ import attrs
 
 from specdec._version import __version__
 from specdec.contract import ModelInfo
-from specdec.errors import UnsupportedError, cut, shown
+from specdec.errors import UnsupportedError, cut, described
 from specdec.files.keeping import make_folder, replacing
 from specdec.files.reading import parse_json, read_text
 from specdec.records import machine
@@ -110,14 +110,6 @@ class CostIdentity:
         digest = hashlib.blake2b(json.dumps(attrs.astuple(self)).encode(), digest_size=12).hexdigest()
         return folder / f"{digest}.json"
 
-    def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """``threads 2, here 1`` for every field that differs in ``other``."""
-        return [
-            f"{name} {cut(theirs, 100) if isinstance(theirs, str) else shown(theirs, 100)}, here {ours}"
-            for name, ours in attrs.asdict(self).items()
-            if (theirs := other.get(name)) != ours
-        ]
-
 
 def costs_folder() -> Path | None:
     """Where tables are kept: $SPECDEC_COSTS, else ``costs`` in the cache folder; None if they are not kept."""
@@ -129,48 +121,29 @@ def costs_folder() -> Path | None:
         return None
 
 
-def find_costs(path: Path) -> CostTable | str:
+def read_costs(path: Path) -> CostTable | str:
     """The table in a file, or why it cannot be used ("" if there is no file)."""
     try:
-        return read_costs(path)[0]
+        return _table(parse_json(read_text(path, _LARGEST)))
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         return f"the cost table {path} cannot be read: {error.strerror or error}"
-    except ValueError as error:
-        return f"the cost table {path} is broken ({cut(str(error), 500)})"
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        return f"the cost table {path} is broken ({cut(described(error), 500)})"
 
 
-def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
-    """A table and the identity written with it.
-
-    Raises: OSError when the file cannot be read, ValueError when it is not a cost table.
-    """
-    data = parse_json(read_text(path, _LARGEST))
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("identity"), dict):
+def _table(data: Any) -> CostTable:
+    """Raises: ValueError and others for what is no table of this format."""
+    if data["format"] != FORMAT:
         raise ValueError(f"not a cost table of format {FORMAT}")
-    try:
-        verify = {_count(rows): _seconds(value) for rows, value in data["verify"].items()}
-        draft = {_count(tokens): _seconds(value) for tokens, value in data["draft"].items()}
-        commit = _seconds(data["commit"])
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    verify, draft = ({int(at): float(taken) for at, taken in data[part].items()} for part in ("verify", "draft"))
+    commit = float(data["commit"])
+    if not all(0.0 <= seconds <= _LONGEST for seconds in (*verify.values(), *draft.values(), commit)):
+        raise ValueError("it has what is not a number of seconds")
     if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(verify.values()) <= 0.0:
         raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
-    return CostTable(verify=verify, draft=draft, commit=commit), data["identity"]
-
-
-def _count(text: str) -> int:
-    """Rows or tokens, as the key of a table."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise ValueError(f"{text[:40]!r} is not a number of rows or tokens")
-    return int(text)
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0.0 <= value <= _LONGEST:  # type: ignore[operator]
-        raise ValueError(f"{str(value)[:40]} is not a number of seconds")
-    return float(value)  # type: ignore[arg-type]
+    return CostTable(verify=verify, draft=draft, commit=commit)
 
 
 def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:

@@ -1,4 +1,4 @@
-"""The plugin registry: finds what plugins registered, builds it, and calls their hooks.
+"""The plugin registry: loads plugins, finds what they registered, and calls their hooks.
 
 Nothing is imported before the first look-up. A plugin that fails is recorded with its error, which is raised when the
 plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin authors and CI).
@@ -7,18 +7,22 @@ plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin 
 from __future__ import annotations
 
 import importlib.metadata
-import operator
+import inspect
+import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import attrs
+import pluggy
+
+from specdec import hookspecs
 from specdec.checking import checked
 from specdec.config import structure_choice
-from specdec.contract import BackendSpec, Context, CycleRecord, Draft, DraftNoise, ForwardPass, Verdict
+from specdec.contract import BackendSpec, CycleRecord, ForwardPass
 from specdec.errors import (
     MESSAGE_LIMIT,
-    ContractError,
     PluginError,
     SpecdecError,
     UnknownNameError,
@@ -26,16 +30,29 @@ from specdec.errors import (
     described,
     did_you_mean,
     nearest,
-    typed,
 )
 from specdec.locks import ForkSafeLock
-from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, kind_of, names_of
-from specdec.registry.plugins import Entry, Failure, Loader, Origin, Plugin, flag, module_of
+from specdec.logs import get_logger
+from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, check_specs, kind_of, names_of
+from specdec.registry.plugins import (
+    Entry,
+    Failure,
+    Origin,
+    Plugin,
+    file_of,
+    flag,
+    module_of,
+    of_built_in,
+    of_entry_point,
+)
 
 if TYPE_CHECKING:
     import click
 
     from specdec.config import Choice, TargetConfig
+
+
+log = get_logger(__name__)
 
 
 def _finder(kind: Kind) -> Any:
@@ -72,7 +89,15 @@ class Registry:
             strict: None reads SPECDEC_STRICT_PLUGINS.
         """
         self.strict = flag("SPECDEC_STRICT_PLUGINS") if strict is None else strict
-        self._loader = Loader(built_ins, entry_points)
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._plugins: list[Plugin] = []
+        self._entries: list[Entry] = []
+        self._failures: list[Failure] = []
+        self._lock = ForkSafeLock()
+        self._importing = False
+        installed = self._installed() if entry_points is None else map(of_entry_point, entry_points)
+        self._waiting: list[Iterable[Plugin]] = [installed, map(of_built_in, tuple(built_ins))]
         self._observers: tuple[Hook, ...] = ()
         self._ready = False
 
@@ -82,7 +107,7 @@ class Registry:
         Raises: PluginError for the first failure or conflict, when strict.
         """
         if not self._ready:
-            self._loader.advance(built_ins=True)
+            self._advance(built_ins=True)
             self._find_observers()
             self._ready = True
         if self.strict:
@@ -100,29 +125,29 @@ class Registry:
         """
         self.load()
         module = module_of(plugin)
-        if module == "__main__" and self._loader.holds_script(plugin):
+        if module == "__main__" and self._holds_script(plugin):
             return
-        with self._loader.lock.held:
-            outcome = self._loader.admit(Plugin(name or module, Origin(module=module), lambda: plugin))
+        with self._lock.held:
+            outcome = self._admit(Plugin(name or module, Origin(module=module), lambda: plugin))
             if isinstance(outcome, Failure):
                 raise outcome.as_error() from outcome.error
             for kind, taken, claims in self._conflicts():
                 if any(claim.owner is outcome for claim in claims):
-                    self._loader.remove(outcome)
+                    self._remove(outcome)
                     raise _conflict_error(kind, taken, claims, None)
             self._find_observers()
 
     def origin_of(self, spec: Spec) -> Origin:
         """Where ``spec`` comes from; an unregistered spec belongs to this program."""
         self.load()
-        return next((entry.origin for entry in self._loader.entries if entry.spec is spec), Origin())
+        return next((entry.origin for entry in self._entries if entry.spec is spec), Origin())
 
     @checked()
     def entries(self, kind: Kind | None = None) -> list[Entry]:
         """Everything registered, conflicting specs included: by kind, built-ins first, then by name."""
         self.load()
         kinds = list(Kind)
-        found = [entry for entry in self._loader.entries if kind is None or entry.kind is kind]
+        found = [entry for entry in self._entries if kind is None or entry.kind is kind]
         return sorted(found, key=lambda entry: (kinds.index(entry.kind), not entry.origin.built_in, entry.spec.name))
 
     def conflicts(self) -> list[tuple[Kind, str, list[Entry]]]:
@@ -134,13 +159,13 @@ class Registry:
     def failures(self) -> list[Failure]:
         """Failures so far: plugins that could not be loaded, and hooks that were switched off."""
         self.load()
-        return list(self._loader.failures)
+        return list(self._failures)
 
     @checked()
     def has_distribution(self, distribution: str) -> bool:
         """Whether a plugin of this distribution is loaded."""
         self.load()
-        return any(plugin.origin.distribution == distribution for plugin in self._loader.plugins)
+        return any(plugin.origin.distribution == distribution for plugin in self._plugins)
 
     def _conflicts(self) -> list[tuple[Kind, str, list[Entry]]]:
         return [
@@ -149,13 +174,13 @@ class Registry:
 
     def _by_name(self, kind: Kind) -> dict[str, list[Entry]]:
         found: dict[str, list[Entry]] = {}
-        for entry in self._loader.entries:
+        for entry in self._entries:
             for name in names_of(entry.spec) if entry.kind is kind else ():
                 found.setdefault(name, []).append(entry)
         return found
 
     def _raise_failures(self) -> None:
-        for failure in self._loader.failures:
+        for failure in self._failures:
             raise failure.as_error() from failure.error
 
     def _find(self, kind: Kind, name: str, asked_by: str | None) -> Any:
@@ -166,7 +191,7 @@ class Registry:
             return claims[0].spec
         if claims:
             raise _conflict_error(kind, name, claims, asked_by)
-        broken = [failure for failure in self._loader.failures if failure.fatal]
+        broken = [failure for failure in self._failures if failure.fatal]
         usual = KINDS[kind].usual if KINDS[kind].usual in known else None
         listed = ["auto"] * KINDS[kind].has_auto
         listed += (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
@@ -230,7 +255,7 @@ class Registry:
         Raises: PluginError when a plugin fails; continuing would run another engine than intended.
         """
         self.load()
-        for plugin, call in reversed(self._loader.hooks("specdec_forward_pass")):  # pluggy's order: the last one first
+        for plugin, call in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
             with calling(plugin, "specdec_forward_pass"):
                 model: ForwardPass | None = call(target_config=target_config)
             if model is not None:
@@ -248,7 +273,7 @@ class Registry:
                 self._observers = tuple(other for other in self._observers if other is not observer)
                 why = reason(plugin, "specdec_cycle", error)
                 reasons = (*reasons, f"an observer was switched off: {why}")
-                self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
+                self._fail(Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
                 if self.strict:
                     raise
         return reasons
@@ -256,15 +281,15 @@ class Registry:
     def hooks(self) -> list[tuple[str, Plugin]]:
         """What plugins do beside registering specs: a word for it, and the plugin."""
         self.load()
-        return [(word, plugin) for hook, word in HOOKS.items() for plugin, _ in self._loader.hooks(hook)]
+        return [(word, plugin) for hook, word in HOOKS.items() for plugin, _ in self._hooks(hook)]
 
     def _find_observers(self) -> None:
-        self._observers = tuple(self._loader.hooks("specdec_cycle"))
+        self._observers = tuple(self._hooks("specdec_cycle"))
 
     def add_commands(self, cli: click.Group) -> None:
         """Let installed plugins add commands; one that raises or uses a taken name adds none."""
-        self._loader.advance(built_ins=False)
-        for plugin, call in self._loader.hooks("specdec_commands"):
+        self._advance(built_ins=False)
+        for plugin, call in self._hooks("specdec_commands"):
             before = dict(cli.commands)
             try:
                 call(cli=cli)
@@ -274,9 +299,130 @@ class Registry:
             except Exception as error:  # noqa: BLE001 - a plugin must not break every command
                 cli.commands.clear()
                 cli.commands.update(before)
-                self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_commands"))
+                self._fail(Failure(plugin.name, plugin.origin, error, "specdec_commands"))
         if self.strict:
             self._raise_failures()
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _advance(self, *, built_ins: bool) -> None:
+        """Admit the installed plugins, and the built-ins if asked; continues where an interruption ended it."""
+        with self._lock.held:
+            if self._importing:
+                raise PluginError("a plugin asked for the registry while it was being imported")
+            self._importing = True
+            try:
+                for number in range(1 + built_ins):
+                    queue = list(self._waiting[number])
+                    self._waiting[number] = queue
+                    while queue:
+                        outcome = self._admit(queue[0])
+                        del queue[0]
+                        if isinstance(outcome, Failure):
+                            self._fail(outcome)
+            finally:
+                self._importing = False
+
+    def _admit(self, candidate: Plugin) -> Plugin | Failure:
+        """Import, register and collect one plugin completely, or return a Failure."""
+        during, provides, admitted = "import", list[str](), candidate
+        try:
+            loaded = candidate.load()
+            during = "registration"
+            loaded = loaded() if inspect.isclass(loaded) else loaded
+            if self._manager.is_registered(loaded):
+                raise PluginError("the same plugin is registered already")
+            admitted = attrs.evolve(candidate, plugin=loaded)
+            self._register(admitted)
+            entries = self._collect(admitted, provides)
+        except BaseException as error:
+            self._remove(admitted)
+            if isinstance(error, Exception):
+                return Failure(candidate.name, candidate.origin, error, during, tuple(provides))
+            raise
+        self._plugins.append(admitted)
+        self._entries += entries
+        return admitted
+
+    def _holds_script(self, plugin: object) -> bool:
+        """Whether ``plugin``, of the script that is running, was loaded from the script's file as a module too."""
+        script, kind = file_of("__main__"), type(plugin).__qualname__
+        return script is not None and any(
+            type(loaded.plugin).__qualname__ == kind and file_of(module_of(loaded.plugin)) == script
+            for loaded in self._plugins
+        )
+
+    def _remove(self, plugin: Plugin) -> None:
+        """Remove a plugin and everything it registered."""
+        if self._manager.is_registered(plugin.plugin):
+            self._manager.unregister(plugin.plugin)
+        self._plugins = [loaded for loaded in self._plugins if loaded is not plugin]
+        self._entries = [entry for entry in self._entries if entry.owner is not plugin]
+
+    def _fail(self, failure: Failure) -> None:
+        """Record a failure."""
+        self._failures.append(failure)
+        log.warning(
+            "plugin_failed",
+            plugin=failure.name,
+            origin=str(failure.origin),
+            during=failure.during,
+            error=failure.reason,
+        )
+
+    def _hooks(self, name: str) -> list[Hook]:
+        """The plugins that implement a hook, in load order, with their implementation."""
+        return [(plugin, self._caller(plugin, name)) for plugin in self._plugins if name in self._implemented(plugin)]
+
+    def _caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
+        others = [other for other in self._manager.get_plugins() if other is not plugin.plugin]
+        return self._manager.subset_hook_caller(hook, others)
+
+    def _installed(self) -> Iterator[Plugin]:
+        names: set[str] = set()
+        for distribution in importlib.metadata.distributions():
+            try:  # one distribution with a broken entry_points.txt must not hide all others
+                mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
+                name = re.sub(r"[-_.]+", "-", distribution.name).lower() if mine else ""
+                plugins = [of_entry_point(entry_point, distribution) for entry_point in mine]
+            except Exception as error:  # noqa: BLE001 - broken metadata can raise anything
+                where = str(getattr(distribution, "_path", "unknown distribution"))
+                self._fail(Failure(where, Origin(where), error, "registration"))
+                continue
+            if name not in names:  # the first on the path shadows the others, as for imports
+                yield from plugins
+            names |= {name} if mine else set()
+
+    def _register(self, plugin: Plugin) -> None:
+        """Register with pluggy.
+
+        Raises: PluginError for what has no hook, or one without ``@hookimpl``, which would silently never be called.
+        """
+        self._manager.register(plugin.plugin, f"{plugin} #{id(plugin)}")
+        self._manager.check_pending()
+        implemented = self._implemented(plugin)
+        for hook in vars(hookspecs):
+            if hook.startswith("specdec_") and hook not in implemented:
+                function = inspect.getattr_static(plugin.plugin, hook, None)
+                if function is not None and getattr(function, "__module__", "") != hookspecs.__name__:
+                    raise PluginError(f"{hook} is not marked @specdec.hookimpl")
+        if not implemented:
+            raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
+
+    def _implemented(self, plugin: Plugin) -> set[str]:
+        return {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
+
+    def _collect(self, plugin: Plugin, provides: list[str]) -> list[Entry]:
+        """Every spec of a plugin; adds their names to ``provides`` as it goes, for use in a Failure."""
+        entries: list[Entry] = []
+        implemented = self._implemented(plugin)
+        for kind, info in KINDS.items():
+            results = self._caller(plugin, info.hook)() if info.hook in implemented else []
+            for result in results:  # one list per implementation; here there is one
+                for spec in check_specs(info, result):
+                    provides += dict.fromkeys((spec.name, *names_of(spec)))
+                    entries.append(Entry(kind, spec, plugin))
+        return entries
 
 
 HOOKS: Mapping[str, str] = {
@@ -369,59 +515,6 @@ def _identified(plugin: Any) -> tuple[str, str, str]:
         kind, name, origin = kind_of(plugin), plugin.name, registry().origin_of(plugin)
     label = name if origin is None or origin.built_in else f"{name} ({origin})"
     return kind.value if isinstance(kind, Kind) else kind, name, label
-
-
-# --- what is checked of answers --------------------------------------------------------------------------------------
-
-SUM_TOLERANCE = 1e-4  # of a draft distribution
-
-
-def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -> tuple[Draft, str]:
-    """A draft of plain ints, cut to ``depth`` tokens and before the first id outside the vocabulary.
-
-    Returns it with the fault for which it was cut, or "".
-    Raises: ContractError for what is no Draft, has ``probs`` of another shape, or, where a ratio test reads them,
-        ``probs`` that are not the distributions its tokens were drawn from.
-    """
-    if not isinstance(draft, Draft):
-        raise ContractError(f"propose returned {typed(draft)}", takes="a specdec.Draft")
-    tokens = tuple(map(operator.index, draft.tokens[:depth]))
-    probs, fault = draft.probs, "draft longer than asked for" if len(draft.tokens) > depth else ""
-    outside = next((place for place, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        tokens, fault = tokens[:outside], "draft token outside the vocabulary"
-    if probs is None:
-        return Draft(tokens, None, draft.drafter), fault
-    if len(probs) < len(tokens) or probs.shape[1:] != (vocab_size,):
-        raise ContractError(
-            f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
-            takes=f"probs of shape [K, {vocab_size}] and dtype float32, or None",
-        )
-    probs = probs[: len(tokens)]
-    if context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0:
-        import numpy as np
-
-        sums = probs.sum(axis=1, dtype=np.float64)
-        drawn = probs[np.arange(len(tokens)), list(tokens)]
-        if not (np.all(probs >= 0) and np.all(np.abs(sums - 1) <= SUM_TOLERANCE) and np.all(drawn > 0)):
-            raise ContractError(
-                "propose returned probs that its tokens cannot have been drawn from",
-                takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
-            )
-    return Draft(tokens, probs, draft.drafter), fault
-
-
-def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:
-    """``verdict`` on a draft of ``drafted`` tokens, with plain numbers. Raises: ContractError when it is not one."""
-    if not isinstance(verdict, Verdict):
-        raise ContractError(f"verify returned {typed(verdict)}", takes="a specdec.Verdict")
-    accepted, token = operator.index(verdict.accepted), operator.index(verdict.next_token)
-    if not (0 <= accepted <= drafted and 0 <= token < vocab_size):
-        raise ContractError(
-            f"verify returned {typed(verdict)}",
-            takes=f"a Verdict with 0 to {drafted} accepted tokens and a next_token of 0 to {vocab_size - 1}",
-        )
-    return Verdict(accepted, token, tuple((operator.index(at), float(gap)) for at, gap in verdict.deviations))
 
 
 # --- one registry per process ----------------------------------------------------------------------------------------

@@ -1,26 +1,21 @@
-"""Loads plugins one by one, each completely or not at all; failures are recorded, and raised when they matter."""
+"""Plugins, what they registered, and why one failed."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.metadata
-import inspect
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import attrs
-import pluggy
 
-from specdec import hookspecs
 from specdec.errors import PluginError, described
-from specdec.locks import ForkSafeLock
 from specdec.logs import get_logger
-from specdec.registry.kinds import KINDS, Kind, Spec, check_specs, names_of
+from specdec.registry.kinds import Kind, Spec
 
 log = get_logger(__name__)
 
@@ -118,152 +113,6 @@ class Failure:
         )
 
 
-class Loader:
-    """Imports plugins, keeps what they registered, and calls their hooks.
-
-    Installed plugins come first, then the built-ins, because commands need only the installed ones.
-    """
-
-    def __init__(
-        self,
-        built_ins: Iterable[str | ModuleType | object],
-        entry_points: Iterable[importlib.metadata.EntryPoint] | None,
-    ) -> None:
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
-        self.plugins: list[Plugin] = []
-        self.entries: list[Entry] = []
-        self.failures: list[Failure] = []
-        self.lock = ForkSafeLock()
-        self._importing = False
-        installed = self._installed() if entry_points is None else map(_of_entry_point, entry_points)
-        self._waiting: list[Iterable[Plugin]] = [installed, map(_of_built_in, tuple(built_ins))]
-
-    def advance(self, *, built_ins: bool) -> None:
-        """Admit the installed plugins, and the built-ins if asked; continues where an interruption ended it."""
-        with self.lock.held:
-            if self._importing:
-                raise PluginError("a plugin asked for the registry while it was being imported")
-            self._importing = True
-            try:
-                for number in range(1 + built_ins):
-                    queue = list(self._waiting[number])
-                    self._waiting[number] = queue
-                    while queue:
-                        outcome = self.admit(queue[0])
-                        del queue[0]
-                        if isinstance(outcome, Failure):
-                            self.fail(outcome)
-            finally:
-                self._importing = False
-
-    def admit(self, candidate: Plugin) -> Plugin | Failure:
-        """Import, register and collect one plugin completely, or return a Failure."""
-        during, provides, admitted = "import", list[str](), candidate
-        try:
-            loaded = candidate.load()
-            during = "registration"
-            loaded = loaded() if inspect.isclass(loaded) else loaded
-            if self._manager.is_registered(loaded):
-                raise PluginError("the same plugin is registered already")
-            admitted = attrs.evolve(candidate, plugin=loaded)
-            self._register(admitted)
-            entries = self._collect(admitted, provides)
-        except BaseException as error:
-            self.remove(admitted)
-            if isinstance(error, Exception):
-                return Failure(candidate.name, candidate.origin, error, during, tuple(provides))
-            raise
-        self.plugins.append(admitted)
-        self.entries += entries
-        return admitted
-
-    def holds_script(self, plugin: object) -> bool:
-        """Whether ``plugin``, of the script that is running, was loaded from the script's file as a module too."""
-        script, kind = _file_of("__main__"), type(plugin).__qualname__
-        return script is not None and any(
-            type(loaded.plugin).__qualname__ == kind and _file_of(module_of(loaded.plugin)) == script
-            for loaded in self.plugins
-        )
-
-    def remove(self, plugin: Plugin) -> None:
-        """Remove a plugin and everything it registered."""
-        if self._manager.is_registered(plugin.plugin):
-            self._manager.unregister(plugin.plugin)
-        self.plugins = [loaded for loaded in self.plugins if loaded is not plugin]
-        self.entries = [entry for entry in self.entries if entry.owner is not plugin]
-
-    def fail(self, failure: Failure) -> None:
-        """Record a failure."""
-        self.failures.append(failure)
-        log.warning(
-            "plugin_failed",
-            plugin=failure.name,
-            origin=str(failure.origin),
-            during=failure.during,
-            error=failure.reason,
-        )
-
-    def hooks(self, name: str) -> list[tuple[Plugin, Callable[..., Any]]]:
-        """The plugins that implement a hook, in load order, with their implementation."""
-        implementations = [found.plugin for found in getattr(self._manager.hook, name).get_hookimpls()]
-        return [
-            (plugin, self._caller(plugin, name))
-            for plugin in self.plugins
-            if any(plugin.plugin is found for found in implementations)
-        ]
-
-    def _caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
-        others = [other for other in self._manager.get_plugins() if other is not plugin.plugin]
-        return self._manager.subset_hook_caller(hook, others)
-
-    def _installed(self) -> Iterator[Plugin]:
-        names: set[str] = set()
-        for distribution in importlib.metadata.distributions():
-            try:  # one distribution with a broken entry_points.txt must not hide all others
-                mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
-                name = re.sub(r"[-_.]+", "-", distribution.name).lower() if mine else ""
-                plugins = [_of_entry_point(entry_point, distribution) for entry_point in mine]
-            except Exception as error:  # noqa: BLE001 - broken metadata can raise anything
-                where = str(getattr(distribution, "_path", "unknown distribution"))
-                self.fail(Failure(where, Origin(where), error, "registration"))
-                continue
-            if name not in names:  # the first on the path shadows the others, as for imports
-                yield from plugins
-            names |= {name} if mine else set()
-
-    def _register(self, plugin: Plugin) -> None:
-        """Register with pluggy.
-
-        Raises: PluginError for what has no hook, or one without ``@hookimpl``, which would silently never be called.
-        """
-        self._manager.register(plugin.plugin, f"{plugin} #{id(plugin)}")
-        self._manager.check_pending()
-        implemented = self._implemented(plugin)
-        for hook in vars(hookspecs):
-            if hook.startswith("specdec_") and hook not in implemented:
-                function = inspect.getattr_static(plugin.plugin, hook, None)
-                if function is not None and getattr(function, "__module__", "") != hookspecs.__name__:
-                    raise PluginError(f"{hook} is not marked @specdec.hookimpl")
-        if not implemented:
-            raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
-
-    def _implemented(self, plugin: Plugin) -> set[str]:
-        return {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
-
-    def _collect(self, plugin: Plugin, provides: list[str]) -> list[Entry]:
-        """Every spec of a plugin; adds their names to ``provides`` as it goes, for use in a Failure."""
-        entries: list[Entry] = []
-        implemented = self._implemented(plugin)
-        for kind, info in KINDS.items():
-            results = self._caller(plugin, info.hook)() if info.hook in implemented else []
-            for result in results:  # one list per implementation; here there is one
-                for spec in check_specs(info, result):
-                    provides += dict.fromkeys((spec.name, *names_of(spec)))
-                    entries.append(Entry(kind, spec, plugin))
-        return entries
-
-
 def flag(name: str) -> bool:
     """Whether an environment variable is set to a true value."""
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
@@ -274,12 +123,12 @@ def module_of(plugin: object) -> str:
     return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
 
 
-def _file_of(module: str) -> str | None:
+def file_of(module: str) -> str | None:
     file = getattr(sys.modules.get(module), "__file__", None)
     return None if file is None else os.path.realpath(file)
 
 
-def _of_built_in(built_in: str | object) -> Plugin:
+def of_built_in(built_in: str | object) -> Plugin:
     if isinstance(built_in, str):
         load = functools.partial(importlib.import_module, built_in)
         return Plugin(built_in.rpartition(".")[2], Origin(module=built_in), load)
@@ -287,7 +136,7 @@ def _of_built_in(built_in: str | object) -> Plugin:
     return Plugin(module, Origin(module=module), lambda: built_in)
 
 
-def _of_entry_point(
+def of_entry_point(
     entry_point: importlib.metadata.EntryPoint, distribution: importlib.metadata.Distribution | None = None
 ) -> Plugin:
     distribution = distribution or entry_point.dist

@@ -194,7 +194,7 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpe
     if prepare is None:
         return DepthPolicySubject(make=lambda: spec.factory(options))
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
-    env = PrepareEnv(target=TableModel.random(mtp=True), costs=lambda file=None: table)
+    env = PrepareEnv(target=TableModel.random(mtp=True), costs=lambda: table)
     return DepthPolicySubject(make=partial(spec.factory, options), shared=lambda: prepare(options, env))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import (
     NO_NEEDS,
     DraftHead,
@@ -57,28 +58,8 @@ class Memory(enum.Enum):
     """An accumulator over all tokens: goes back only to saved points."""
 
 
-class TableLogits(Logits):
+class TableLogits(HostLogits):
     """Logits ``[T, V]`` float32 on the host."""
-
-    def __init__(self, rows: Float32) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return int(self._rows.shape[0])
-
-    def argmax(self) -> list[int]:
-        return [int(token) for token in self._rows.argmax(axis=1)]
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        order = [np.lexsort((np.arange(len(row)), -row))[:k] for row in self._rows]
-        pairs = list(zip(self._rows, order, strict=True))
-        return [best.tolist() for _, best in pairs], [row[best].tolist() for row, best in pairs]
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        return [float(self._rows[row, token]) for row, token in enumerate(tokens)]
-
-    def rows(self) -> Float32:
-        return self._rows
 
 
 @attrs.frozen

@@ -111,11 +111,19 @@ def test_one_bad_value_anywhere_is_found(
     assert check_weights(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == ["x"]
 
 
-def test_a_zero_matrix_is_a_notice_and_a_zero_vector_is_nothing(tmp_path: Path) -> None:
-    found = audited(tmp_path, stored(mtp__fc__weight=torch.zeros(4, 8)))
+@pytest.mark.parametrize(
+    ("name", "values", "notice"),
+    [
+        ("mtp.fc.weight", torch.zeros(4, 8), "1 tensor is all zero: mtp.fc.weight"),
+        # stored as an offset from 1
+        ("mtp.norm.weight", torch.full((4,), -1.0), "1 norm has a scale of 0, so that nothing passes: mtp.norm.weight"),
+    ],
+)
+def test_a_matrix_or_a_norm_of_zeros_is_a_notice(tmp_path: Path, name: str, values: torch.Tensor, notice: str) -> None:
+    found = audited(tmp_path, stored(**{name.replace(".", "__"): values}))
     found.raise_for_errors()
-    assert found.all_zero == ["mtp.fc.weight"]
-    assert found.notices == ["1 tensor is all zero: mtp.fc.weight"]
+    assert found.all_zero == [name]
+    assert found.notices == [notice]
 
 
 def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_tables_for_people(accept):
         "class depth 1 depth 2",
         "class verdict best depth speed-up interval tokens per cycle decided by",
         "worth trying",
-        "too few prompts for an interval",
+        "too few prompts for an interval (8 or more)",
     ):
         assert part in text
     for name in ("factual", "verbose-thinking", "code", "instruction", "copy", "all"):

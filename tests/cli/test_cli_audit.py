@@ -44,6 +44,16 @@ def test_a_bug_is_found_told_and_ends_with_status_1(audit, plain):
     assert [one["position"] for one in told["differences"]] == [5] * 5
 
 
+def test_equal_tokens_with_other_log_probabilities_are_told(audit, plain):
+    """As those of a wrong temperature, which changes no greedy token."""
+    with stub(Toy(depth=2, rounded=lambda row: row * 1.5)) as other:
+        done = audit("--server", plain, "--server", other, "-n", "12", "--per-class", "1")
+    assert done.exit_code == 0
+    assert "0 of 5 requests" in " ".join(done.stdout.split())
+    assert "log-probabilities of equal tokens in the same context differ by" in done.stderr
+    assert "which rounding does not explain" in done.stderr
+
+
 ROWS = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 

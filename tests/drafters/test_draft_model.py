@@ -174,54 +174,6 @@ def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_toke
     assert told["dropped"]["special"] == 0
 
 
-# --- saved state ------------------------------------------------------------------------------------------------------
-
-
-def test_a_saved_state_of_another_draft_model_is_built_again_and_said_so(base, made, tmp_path):
-    session = made("recurrent").session()
-    session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
-    session.save(tmp_path / "a.session")
-    wanted = base.generate(list(session.tokens), max_new_tokens=20, ignore_eos=True).tokens
-    for kind, why in (("llama", "fingerprint"), ("text", "tokenizers")):
-        other = made(kind).session()
-        other.load(tmp_path / "a.session")
-        result = other.generate(max_new_tokens=20, ignore_eos=True)
-        assert result.tokens == wanted
-        assert why in result.stats.draft["rebuilt"]
-    plain = made("look-up, head").session()  # another drafter altogether
-    plain.load(tmp_path / "a.session")
-    assert plain.generate(max_new_tokens=20, ignore_eos=True).tokens == wanted
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "llama", "text"])
-@pytest.mark.parametrize("damage", ["none", "tokens", "length", "arrays", "shape"])
-def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
-    lm = made(kind)
-    session = lm.session()
-    session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
-    sequence = session.sequence
-    saved = sequence.drafter.snapshot(sequence.context)
-    arrays = dict(saved.arrays)
-    largest = max((name for name in arrays if name != "tokens"), key=lambda name: arrays[name].numel())
-    if damage == "tokens":
-        arrays["tokens"] = arrays["tokens"].copy()
-        arrays["tokens"][5] += 1
-    elif damage == "length":
-        arrays["tokens"] = arrays["tokens"][:-3]
-    elif damage == "arrays":
-        del arrays[largest]
-    elif damage == "shape":
-        arrays[largest] = arrays[largest][:1, ..., :2]
-    env = DrafterEnv(
-        target=lm.target, state=sequence.state, shared=lm.drafter.shared, saved=attrs.evolve(saved, arrays=arrays)
-    )
-    other = lm.drafter.spec.factory(lm.drafter.config, env)
-    sequence.context.cycle = sequence.context.cycle + 1
-    wanted = sequence.drafter.propose(sequence.context, 4)
-    assert other.propose(sequence.context, 4) == wanted
-    assert ("rebuilt" in other.report()) == (damage != "none")
-
-
 # --- what the draft model cannot hold --------------------------------------------------------------------------------
 
 

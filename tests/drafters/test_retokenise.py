@@ -60,18 +60,6 @@ def test_what_is_read_depends_on_the_tokens_and_not_on_their_chunks_and_rewinds(
 
 
 @given(data=st.data(), pair=pairs)
-def test_a_transcript_over_former_tokens_says_how_many_are_still_right(data, pair):
-    tokens = data.draw(ids_of(pair[0]))
-    first = transcript(pair)
-    first.follow(tokens)
-    wrong = data.draw(st.integers(0, len(first.ids)))
-    former = [*first.ids[:wrong], *(i + 1 for i in first.ids[wrong:])]
-    again = Transcript(TOKENIZERS[pair[0]], TOKENIZERS[pair[1]], former)
-    assert again.follow(tokens) == wrong
-    assert again.ids == first.ids
-
-
-@given(data=st.data(), pair=pairs)
 @example(data=None, pair=("bytes", "other bytes"))
 def test_the_draft_model_reads_the_text_of_the_tokens(data, pair):
     assume(pair[1] in READS_ALL)

@@ -59,18 +59,23 @@ def audited(plain: Engine, other: Engine, **options: Any) -> ComparisonReport:
 # --- engines with known bugs -----------------------------------------------------------------------------------------
 
 
-@given(depth=st.integers(1, 5))
-def test_right_speculation_differs_nowhere(depth: int) -> None:
-    report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth)))
+FORMS = st.sampled_from(["text", "ids"])
+
+
+@given(depth=st.integers(1, 5), form=FORMS, other=FORMS)
+def test_right_speculation_differs_nowhere(depth: int, form: str, other: str) -> None:
+    report = audited(ToyEngine(Toy(), form), ToyEngine(Toy(depth=depth), other))
     assert report.differences == ()
     assert (report.speculation.apart, report.control.apart, report.done) == (0, 0, len(PROMPTS))
     assert sum(count for _, _, count, _ in report.histogram()) == report.tokens == 16 * len(PROMPTS)
 
 
-@given(depth=st.integers(1, 4), cycle=st.integers(0, 3))
-def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(depth: int, cycle: int) -> None:
+@given(depth=st.integers(1, 4), cycle=st.integers(0, 3), form=FORMS, other=FORMS)
+def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(
+    depth: int, cycle: int, form: str, other: str
+) -> None:
     """Before it the cycles accept ``depth - 1`` drafts and correct one, so the position is known."""
-    report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth, keeps=cycle)))
+    report = audited(ToyEngine(Toy(), form), ToyEngine(Toy(depth=depth, keeps=cycle), other))
     at = depth * cycle + depth - 1
     expected = len(PROMPTS) if at < REQUEST.max_new_tokens else 0
     assert [found.position for found in report.differences] == [at] * expected

@@ -258,7 +258,7 @@ def test_the_clauses_without_a_table(check):
 
 
 def test_where_costs_cannot_be_measured_it_says_so_and_starts_with_trials():
-    def costs(file=None):
+    def costs():
         raise UnsupportedError("passes of 1 row")
 
     spec = specdec_depth_policies()[0]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.decoding import cycle_timing
-from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, warm_up
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay, warm_up
+from specdec.errors import UnsupportedError
 from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
 
 seconds = st.floats(1e-9, 1e3)
@@ -34,6 +34,14 @@ def always_steady(monkeypatch):
     """This machine may be busy with other tests."""
     monkeypatch.setattr("specdec.decoding.cycle_timing.STEADY", float("inf"))
     monkeypatch.setattr("specdec.decoding.cycle_timing.DOUBTED", float("inf"))
+
+
+@pytest.mark.parametrize(("row", "sequences"), [(0.0, 16), (0.1, 10), (0.3, 6), (1.0, 4)])
+def test_as_many_sequences_as_pay(folder, demo, row, sequences):
+    """One more sequence than n pays while 1 / n of a pass without rows is 5 % of a pass of n + 1 rows."""
+    table = CostTable(verify={1: 1.0, 8: 1.0 + 7 * row}, draft={0: 0.0}, commit=0.0)
+    write_costs(cost_identity(demo).path(), table, cost_identity(demo))
+    assert sequences_that_pay(demo) == sequences
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -141,9 +149,7 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify,
     path = tmp_path_factory.mktemp("costs") / "new" / "table.json"
     table, identity = CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit), cost_identity(demo)
     write_costs(path, table, identity)
-    read, told = read_costs(path)
-    assert read == table
-    assert identity.differences(told) == []
+    assert read_costs(path) == table
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]  # nothing half written stays
 
 
@@ -189,12 +195,9 @@ BROKEN = [
             ('{"2": 1}', '{"0": 0}'),
             ('{"1": 1}', "{}"),
             ("[1]", '{"0": 0}'),
-            ('{"1": true}', '{"0": 0}'),
             ('{"1": 90000}', '{"0": 0}'),
             ('{"1": 1%s}' % ("0" * 5_000), '{"0": 0}'),
-            ('{"1": 1, "1%s": 1}' % ("0" * 30), '{"0": 0}'),
             ('{"1": 1, "-2": 1}', '{"0": 0}'),
-            ('{"1": 1, "1_0": 1}', '{"0": 0}'),
             ("[" * 50_000, '{"0": 0}'),
             ("{}" + " " * 2**20, '{"0": 0}'),
         )
@@ -209,8 +212,6 @@ def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content, monk
     path = cost_identity(demo).path()
     folder.mkdir()
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=r"depth\.costs is not a cost table"):
-        costs_of(demo, [], path)
     notices: list[str] = []
     assert costs_of(demo, notices) == costs_of(demo, notices) == TABLE
     assert len(notices) == 1
@@ -226,19 +227,6 @@ def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch
     notices: list[str] = []
     assert costs_of(demo, notices).verify[1] > 0.0
     assert [notice.partition(":")[0] for notice in notices][-1] == "the cost table cannot be kept"
-
-
-def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo, tmp_path):
-    path = tmp_path / "mine.json"
-    write_costs(path, TABLE, cost_identity(demo))
-    lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
-    assert lm.depth.shared.table == TABLE
-    assert not folder.exists()
-    write_costs(path, TABLE, attrs.evolve(cost_identity(demo), model="m", processor="a quick one"))
-    with pytest.raises(ConfigError, match="does not fit: model m, here .*; processor a quick one, here "):
-        specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
-    with pytest.raises(ConfigError, match="not a cost table: No such file"):
-        specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(tmp_path / "absent.json")})
 
 
 # --- depth.name = "auto" ----------------------------------------------------------------------------------------------

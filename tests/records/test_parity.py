@@ -131,8 +131,8 @@ def test_another_engines_model_is_compared_by_passes(memory):
     assert len(findings) == 2
     assert all(finding.equal for finding in findings)
     verdict = promise(target, findings)
-    assert verdict.exact == (target.info.parity is Parity.BITWISE)
-    assert not verdict.broken
+    assert verdict["exact"] == (target.info.parity is Parity.BITWISE)
+    assert not verdict["broken"]
 
 
 def test_bits_are_compared_and_not_values():

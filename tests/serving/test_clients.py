@@ -71,6 +71,14 @@ def test_an_answer_is_that_of_generate_in_one_piece_and_streamed(client, lm, set
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
+def test_a_seed_that_nobody_gave_is_drawn_and_reported(client):
+    asked = {"model": "demo", "messages": QUESTION, "max_tokens": 24, "temperature": 1.0}
+    first, second = (client.chat.completions.create(**asked) for _ in range(2))
+    assert first.specdec["seed"] != second.specdec["seed"]
+    again = client.chat.completions.create(**asked, seed=first.specdec["seed"])
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
 def test_many_at_once_by_the_asynchronous_client_have_their_own_text(server, lm):
     """In a queue or alone, streamed or not: a request's text depends on the request."""
     seeds = range(6)

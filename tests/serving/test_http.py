@@ -282,8 +282,12 @@ def test_metrics_count_acceptance_by_position(server):
 
 
 def test_an_api_key_is_asked_for_everywhere_but_for_the_health():
-    """The server also has two names, bans the end, and has a verifier that is not exact: it keeps no session."""
+    """The server also has two names, bans the end, and has a verifier that is not exact: it keeps no session.
+
+    A request for more tokens than it gives gets those.
+    """
     options = ("--served-model-name", "first", "--served-model-name", "second", "--verifier", "margin")
+    options += ("--most-tokens", 4)
     with serving("--host", "0.0.0.0", *options, "-s", "generation.banned=[0,1,2,3,4]", key="a-secret-key") as server:
         models = json.loads(server.request("GET", "/v1/models")[2])["data"]
         assert [model["id"] for model in models] == ["first", "second"]
@@ -295,7 +299,9 @@ def test_an_api_key_is_asked_for_everywhere_but_for_the_health():
         nobody = {"Authorization": "", "Host": "localhost/health?"}  # an URL made from it would have another path
         assert server.request("GET", "/v1/models", headers=nobody)[0] == 401
         assert server.request("GET", "/health", headers={"Authorization": ""})[0] == 200
-        assert server.post(CHAT, {**ASK, "model": "second"})[2]["model"] == "second"
+        answer = server.post(CHAT, {**ASK, "model": "second", "max_tokens": 10**6})[2]
+        assert answer["model"] == "second"
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (4, "length")
         assert server.metric("specdec_sessions_kept") == 0
         status, _, answer = server.post(CHAT, schema({"const": 1}))
         assert "no token is allowed here" in check_error(status, json.dumps(answer), {400})["message"]

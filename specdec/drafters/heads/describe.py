@@ -60,18 +60,12 @@ def describe_head(folder: Path) -> HeadReport:
     layout = read_layout(files)
     checkpoint = files.checkpoint
     check_weights(checkpoint, expected_tensors(files, layout, builder(layout))).raise_for_errors()
+    same = ("kind", "target", "target_hidden", "target_vocab", "draft_vocab", "depth", "own_embedding", "own_head")
     return HeadReport(
+        **{name: getattr(layout, name) for name in same},
         path=str(checkpoint.path),
-        kind=layout.kind,
         layout=layout.source,
-        target=layout.target,
-        target_hidden=layout.target_hidden,
-        target_vocab=layout.target_vocab,
-        draft_vocab=layout.draft_vocab,
         layers=layout.geometry.layers,
-        depth=layout.depth,
-        own_embedding=layout.own_embedding,
-        own_head=layout.own_head,
         parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names),
         size_bytes=checkpoint.size_bytes,
         rules=dict(layout.rules),

@@ -35,7 +35,6 @@ from specdec.contract import (
     PrepareEnv,
     Verdict,
 )
-from specdec.drafters.follower import foreign
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
 from specdec.drafters.heads.network import States, Surroundings
@@ -282,8 +281,9 @@ class HeadDrafter(Drafter):
 
     def _restore(self, saved: DrafterSnapshot) -> str:
         """Take over a saved state; why not if it is another head's or damaged."""
-        if reason := foreign(saved, self._identity()):
-            return reason
+        for name, ours in self._identity().items():
+            if saved.meta.get(name) != ours:
+                return f"saved with another {name}: {saved.meta.get(name)!r}, this one has {ours!r}"
         ops = self._around.ops
         try:
             tokens = [int(token) for token in saved.arrays["tokens"].tolist()]

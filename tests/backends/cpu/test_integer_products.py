@@ -24,7 +24,7 @@ from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.packed import FORMATS
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.checkpoints import StoredWeights
-from specdec.checkpoints.opening import format_of
+from specdec.checkpoints.opening import open_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix
 from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_within, draw
 from tests.backends.cpu.test_quantised_weights import NAME, QUANTISERS, drawn, group_of, meaning
@@ -49,7 +49,7 @@ def matrix_of(name: str, rows: int, units: int, seed: int, folder: Path, dtype: 
     width = WIDTHS.get(name, 32)
     blocks = random_blocks(name, rows * units, seed)
     file = with_matrix(folder / "one.gguf", name, blocks, width * units)
-    with format_of(file).open(file) as checkpoint:
+    with open_checkpoint(file) as checkpoint:
         matrix = StoredWeights(checkpoint, dtype=dtype, keeps=FORMATS).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     return matrix

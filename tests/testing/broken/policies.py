@@ -45,6 +45,13 @@ class ForgetsInTheStats(DepthPolicy):
         return 2
 
 
+class GrowsToSixteen(GrowsForEver):
+    """Right until drafts of 16 tokens were accepted whole."""
+
+    def next_depth(self, stats):
+        return self.depth if self.depth <= 16 else -1
+
+
 class SharesCounters(DepthPolicy):
     cycles = 0
 
@@ -77,6 +84,7 @@ class Random(DepthPolicy):
 
 BROKEN = {
     Truth: "P1",
+    GrowsToSixteen: "P1",
     DividesByCycles: "P2",
     DividesByOffered: "P3",
     GrowsForEver: "P4",

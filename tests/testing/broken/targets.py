@@ -42,6 +42,15 @@ class SharesItsSnapshot(TableModel):
         return self.kept
 
 
+class SavesProvisionalRows(TableModel):
+    def snapshot(self, state):
+        points = state.entries
+        state.entries = [*points, *(state.provisional or ())]
+        saved = super().snapshot(state)
+        length, state.entries = len(state.entries), points
+        return attrs.evolve(saved, length=length)
+
+
 class OtherBitsInWidePasses(TableModel):
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
@@ -85,8 +94,8 @@ class TiesToTheHighestId(TableModel):
 
 class _HighTies(TableLogits):
     def topk(self, k):
-        order = [np.lexsort((-np.arange(len(row)), -row))[:k] for row in self._rows]
-        return [o.tolist() for o in order], [r[o].tolist() for r, o in zip(self._rows, order, strict=True)]
+        order = [np.lexsort((-np.arange(len(row)), -row))[:k] for row in self.rows()]
+        return [o.tolist() for o in order], [r[o].tolist() for r, o in zip(self.rows(), order, strict=True)]
 
 
 class LogitsFromPrefill(TableModel):
@@ -187,9 +196,18 @@ class _LateNoise(TableLogits):
         for row in range(len(self)):
             position = len(choosing.context) + choosing.first + row
             seed = sampling.seed + (row > 0 and position > 8)
-            noise = gumbel(seed, position, np.arange(self._rows.shape[1]), Purpose.TOKEN)
-            tokens.append(int((self._rows[row] / sampling.temperature + noise).argmax()))
+            noise = gumbel(seed, position, np.arange(self.rows().shape[1]), Purpose.TOKEN)
+            tokens.append(int((self.rows()[row] / sampling.temperature + noise).argmax()))
         return tokens
+
+
+class KeepsTheCallersTokens(TableModel):
+    """The ledger gets what the list holds at the commit, not what it held at the pass."""
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        state.fed = tokens
+        return output
 
 
 class AddressesByPlace(TableModel):
@@ -236,6 +254,7 @@ BROKEN = {
     (ForgetsInLongPrompts, ()): "F2",
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): "F3",
     (SharesItsSnapshot, ()): "F4",
+    (SavesProvisionalRows, ()): "F4",
     (OtherBitsInWidePasses, ()): "F5",
     (TakesTheNeighboursRows, ()): "F30",
     (OtherBitsInLongPrompts, ()): "F6",
@@ -250,6 +269,7 @@ BROKEN = {
     (HiddenStatesOverwritten, ()): "F21",
     (RepeatsTheLastPromptRow, ()): "F21",
     (LosesCommittedPairs, (("mtp", True),)): "F22",
+    (KeepsTheCallersTokens, (("mtp", True),)): "F22",
     (AddressesByPlace, (("mtp", True),)): "F19",
     (DraftsTheRunnerUp, (("mtp", True),)): "F13",
     (TakesOnlyNumpy, ()): "F4",

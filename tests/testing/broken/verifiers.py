@@ -58,16 +58,63 @@ def _after(context, tokens, cycle=None):
     return Context([*context, *tokens], context.sampling, cycle=context.cycle if cycle is None else cycle, **where)
 
 
+def _with(context, **settings):
+    """The context, with other settings of sampling."""
+    where = {"generated_from": context.generated_from, "cycle": context.cycle, "draft_noise": context.draft_noise}
+    return Context(list(context), attrs.evolve(context.sampling, **settings), **where)
+
+
 class ResamplesFromTheTarget(Ratio):
-    """After a rejection the target's distribution instead of the residual."""
+    """After a rejection the target's distribution instead of the residual, from this token on."""
+
+    first = 0
 
     def verify(self, draft, logits, context):
         verdict = super().verify(draft, logits, context)
-        if context.sampling.temperature == 0 or verdict.accepted == len(draft.tokens):
+        if context.sampling.temperature == 0 or not self.first <= verdict.accepted < len(draft.tokens):
             return verdict
         rows = Rows(logits, draft.tokens, context)
         u = rejection.uniforms(context.sampling.seed, 99, Purpose.RESIDUAL, np.zeros(1, np.int64), context.cycle)[0]
         return Verdict(verdict.accepted, rejection.draw(rows.distribution(verdict.accepted), float(u)))
+
+
+class ResamplesFromTheTargetLater(ResamplesFromTheTarget):
+    """The same from the sixth token on."""
+
+    first = 5
+
+
+class GreedyBonus(Ratio):
+    """After a draft that was right to its end comes the best token, also when sampling."""
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        if not verdict.accepted == len(draft.tokens) > 0:
+            return verdict
+        return Verdict(verdict.accepted, Rows(logits, draft.tokens, context).argmax(verdict.accepted))
+
+
+class OwnGenerator(Ratio):
+    """Draws with a generator that is seeded once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(0)
+
+    def verify(self, draft, logits, context):
+        return super().verify(draft, logits, _with(context, seed=int(self.random.integers(2**62))))
+
+
+class SameNoiseInEveryCycle(Ratio):
+    def verify(self, draft, logits, context):
+        return super().verify(draft, logits, _after(context, (), cycle=0))
+
+
+class WrongAtElevenTokens(StrictVerifier):
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        wrong = len(draft.tokens) == 11 and verdict.accepted > 0
+        return Verdict(verdict.accepted - 1, verdict.next_token) if wrong else verdict
 
 
 class NoiseByCycle(Verifier):
@@ -94,6 +141,16 @@ class StatesTooSmallABound(MarginVerifier):
     def __init__(self) -> None:
         super().__init__(MarginConfig(margin=0.6))
         self.bound = 0.5
+
+
+class WiderMarginWhenSampled(MarginVerifier):
+    def __init__(self) -> None:
+        super().__init__(MarginConfig(margin=0.5))
+
+    def verify(self, draft, logits, context):
+        if context.sampling.temperature > 0:
+            return MarginVerifier(MarginConfig(margin=2.0)).verify(draft, logits, _with(context, temperature=0.0))
+        return super().verify(draft, logits, context)
 
 
 class Remembers(StrictVerifier):
@@ -160,9 +217,7 @@ class HalfTheSeed(StrictVerifier):
     """Right for seeds below 2^32."""
 
     def verify(self, draft, logits, context):
-        sampling = attrs.evolve(context.sampling, seed=context.sampling.seed % 2**32)
-        where = {"generated_from": context.generated_from, "cycle": context.cycle}
-        return super().verify(draft, logits, Context(list(context), sampling, **where))
+        return super().verify(draft, logits, _with(context, seed=context.sampling.seed % 2**32))
 
 
 BROKEN = {
@@ -171,13 +226,19 @@ BROKEN = {
     AcceptsOneAtMost: "V3",
     AcceptsTheImpossible: "V4",
     ResamplesFromTheTarget: "V5",
+    ResamplesFromTheTargetLater: "V5",
+    GreedyBonus: "V5",
     NoiseByCycle: "V6",
+    WrongAtElevenTokens: "V6",
     StatesTooSmallABound: "V7",
+    WiderMarginWhenSampled: "V7",
     Remembers: "V8",
+    OwnGenerator: "V8",
     GivesUpOnLargeLogits: "V9",
     HidesItsDeviation: "V10",
     RaisesValueError: "V11",
     StaleHistory: "V12",
     GreedyInLongTexts: "V13",
     HalfTheSeed: "V14",
+    SameNoiseInEveryCycle: "V14",
 }
