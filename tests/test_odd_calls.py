@@ -16,7 +16,7 @@ import random
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -54,11 +54,11 @@ class Word(enum.StrEnum):
     ONE = "one"
 
 
-def ignoring(*_: object) -> None:
+def ignoring(*_):
     pass
 
 
-def one_and_two() -> Iterator[int]:
+def one_and_two():
     yield from (1, 2)
 
 
@@ -113,7 +113,7 @@ ODD: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value, kind):
     """Whether a plain value has the declared type. Says nothing about ranges."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
@@ -155,16 +155,16 @@ class Call:
 WIDER = {"stop", "processors", "model", "drafter"}
 
 
-def result_of(result: Any) -> Any:
+def result_of(result):
     return result.tokens, result.text, result.finish_reason
 
 
-def methods(owner: Any, names: Sequence[str], make: Callable[[Any], Any], **how: Any) -> Iterable[Call]:
+def methods(owner, names, make, **how):
     for name in names:
         yield Call(f"{owner.__name__}.{name}", lambda lm, n=name: getattr(make(lm), n), **how)
 
 
-def fed(lm: Any) -> Any:
+def fed(lm):
     session = lm.session()
     session.feed([1, 2, 3])
     return session
@@ -248,17 +248,17 @@ CALLS = [
 
 
 @pytest.fixture(scope="module")
-def lm(checkpoint: Callable[..., pathlib.Path]) -> Iterator[Any]:
+def lm(checkpoint):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECDEC_CPU_KERNELS", "torch")
         yield specdec.load(checkpoint("qwen3_5", **tiny.HYBRID), dtype="float32", drafter="ngram", depth=2)
 
 
-def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
+def parameters(call, target):
     """The annotation of every parameter."""
-    function: Any = inspect.unwrap(target)
+    function = inspect.unwrap(target)
     if inspect.isclass(function):
-        owner: Any = function.__init__ if not attrs.has(function) else function
+        owner = function.__init__ if not attrs.has(function) else function
     else:
         owner = getattr(function, "__func__", function)
     hints = typing.get_type_hints(inspect.unwrap(owner), include_extras=True)
@@ -276,9 +276,7 @@ def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", [pytest.param(64, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_an_odd_value_is_refused_or_means_the_plain_one(
-    call: Call, share: int, lm: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_value_is_refused_or_means_the_plain_one(call, share, lm, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
@@ -292,10 +290,10 @@ def test_an_odd_value_is_refused_or_means_the_plain_one(
     assert not wrong, "\n".join([f"{len(wrong)} calls", *wrong])
 
 
-def tried(call: Call, parameter: str, kind: Any, odd: str, lm: Any) -> str | None:
+def tried(call, parameter, kind, odd, lm):
     make, plain = ODD[odd]
 
-    def outcome(value: Any) -> Any:
+    def outcome(value):
         target = call.make(lm)
         given = {**({"seed": 1} if call.settings else {}), **call.usual(lm), parameter: value}
         known = inspect.signature(target).parameters

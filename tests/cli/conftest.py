@@ -1,7 +1,5 @@
 """The command line in this process, with a stand-in for the model but the real configuration, parsing and printing."""
 
-from __future__ import annotations
-
 import pytest
 from cli_fakes import FakeModel
 from click.testing import CliRunner

@@ -1,7 +1,5 @@
 """``specdec batch``: a line for every prompt, with the result that it has alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """``specdec vocab``: ids by count from text or outputs, the file it writes, and bad input told without a traceback."""
 
-from __future__ import annotations
-
 import collections
 import json
 import signal

@@ -1,7 +1,5 @@
 """The library as a program or a notebook uses it: typed settings, messages, async iteration, readable objects."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import typing
@@ -79,7 +77,7 @@ def test_a_session_is_a_context_manager(lm):
 
 def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
     prompts = ["def add(a, b):", [5, 6, 7], "Once upon a time"]
-    ended: list[int] = []
+    ended = []
     results = lm.generate_batch(
         prompts, max_batch=2, on_result=lambda number, result: ended.append(number), max_new_tokens=12
     )

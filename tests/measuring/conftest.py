@@ -1,7 +1,5 @@
 """A language model whose drafts are written down beforehand."""
 
-from __future__ import annotations
-
 import attrs
 import pytest
 

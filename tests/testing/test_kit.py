@@ -1,7 +1,5 @@
 """The kit itself: documents, reports, known failures, pytest items, the numbers that it decides by."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -18,7 +16,6 @@ from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
-    Check,
     Status,
     Subject,
     TableModel,
@@ -123,7 +120,7 @@ class LacksOps(ReferenceOps):
         raise UnsupportedError("no latent attention here")
 
 
-def _outcome(id_: str, given: object):
+def _outcome(id_, given):
     check = _check(id_)
     return run_check(check, as_subject(check.subject, given))
 
@@ -159,7 +156,7 @@ def test_a_target_without_draft_heads_is_told():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def _command(*arguments: str):
+def _command(*arguments):
     from specdec.cli.check import check
 
     return CliRunner().invoke(check, list(arguments))
@@ -213,12 +210,12 @@ def test_explore_shrinks_and_keeps_the_global_generators():
     assert repr(np.random.get_state()) == before
 
 
-def _check(id_: str) -> Check:
+def _check(id_):
     return next(check for check in iter_checks() if check.id == id_)
 
 
-def test_some_cases_are_drawn_even_when_there_is_no_time() -> None:
-    drawn: list[int] = []
+def test_some_cases_are_drawn_even_when_there_is_no_time():
+    drawn = []
     run = Run(seconds=0.0)
     run.explore(lambda case: drawn.append(case), case=st.integers())
     assert list(run.repeat(9, least=3)) == [0, 1, 2]

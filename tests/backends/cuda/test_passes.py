@@ -1,11 +1,5 @@
 """Graphs of passes: one for every sequence, nothing of a sequence in them, and drafts without the host."""
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 
@@ -31,22 +25,22 @@ HEAD = {**HYBRID, "layer_types": ["full_attention"]}
 
 
 @pytest.fixture(autouse=True)
-def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_caches(monkeypatch):
     monkeypatch.setattr(memory, "FIRST_ROWS", 64)
 
 
 @pytest.fixture
-def build(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+def build(checkpoint):
     """``build(eager=False, **settings)``: a new target of the hybrid family."""
 
-    def get(*, eager: bool = False, **settings: Any) -> Any:
+    def get(*, eager=False, **settings):
         ops = CudaOps(FakeDevice(), torch.float32, eager_reason="asked for" if eager else "")
         return tiny.make_target(checkpoint("qwen3_5", **(settings or HYBRID)), ops=ops)
 
     return get
 
 
-def decoded(target: Any, state: Any, tokens: Sequence[int], keep: int | None = None) -> Any:
+def decoded(target, state, tokens, keep=None):
     """The bits of a pass's hidden states, of which ``keep`` rows (all) are committed."""
     output = target.decode(state, tokens)
     target.commit(state, len(tokens) if keep is None else keep)
@@ -56,7 +50,7 @@ def decoded(target: Any, state: Any, tokens: Sequence[int], keep: int | None = N
 # --- one graph for every sequence ------------------------------------------------------------------------------------
 
 
-def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
+def test_sequences_share_a_graph(build):
     """Two sequences of different lengths in turn, and each alone op by op; rows are dropped on the way."""
     target, truth = build(), build(eager=True)
     prompts = ([5, 6, 7], [9])
@@ -77,7 +71,7 @@ def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
 
 
-def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_grow_and_the_bits_stay(build, monkeypatch):
     """A sequence that outgrows its memory twice, beside one that had room from the start."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
     monkeypatch.setattr(memory, "GROWTH", 2)
@@ -97,7 +91,7 @@ def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: p
     tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(roomy, other))
 
 
-def test_a_pass_after_the_end_of_the_capacity_is_refused(build: Callable[..., Any]) -> None:
+def test_a_pass_after_the_end_of_the_capacity_is_refused(build):
     ops = CudaOps(FakeDevice(), torch.float32)
     made = [ops.new_kv(5, 1, 16)]
     table = ops.weight(torch.randn(7, 16))
@@ -108,7 +102,7 @@ def test_a_pass_after_the_end_of_the_capacity_is_refused(build: Callable[..., An
         one.run([1, 2, 3])
 
 
-def test_long_passes_make_room_for_states(build: Callable[..., Any]) -> None:
+def test_long_passes_make_room_for_states(build):
     """A delta cache begins with the states of short passes; the committed one moves when a longer pass comes."""
     target, truth = build(), build(eager=True)
     state, other = target.new_state(CAPACITY, HIDDEN), truth.new_state(CAPACITY, HIDDEN)
@@ -121,7 +115,7 @@ def test_long_passes_make_room_for_states(build: Callable[..., Any]) -> None:
     assert single.caches[0].slots == caches.FIRST_SLOTS
 
 
-def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., Any]) -> None:
+def test_a_prompt_that_was_not_committed_leaves_the_state(build):
     """An interruption between a prompt's pass and its commit: the window's rows are still there."""
     target = build()
     state = target.new_state(CAPACITY, HIDDEN)
@@ -134,7 +128,7 @@ def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., A
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., Any]) -> None:
+def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build):
     """Graphs are made per number of pairs and per number of steps."""
     target = build(**HEAD)
     families.check_drafts(target, [(1, None, 3), (2, None, 1), (3, None, 1)])
@@ -142,7 +136,7 @@ def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., 
     assert (sorted(drafts.firsts), sorted(drafts.rests)) == ([(1, 64), (3, 64)], [(1, 64), (2, 64)])
 
 
-def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[..., Any]) -> None:
+def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build):
     """Rows that a sequence adds go to a buffer of the graphs, which sequences use in turn."""
     target = build(**HEAD)
     base = target.draft_head(range(0, 120, 3))
@@ -152,7 +146,7 @@ def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[
     assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
 
 
-def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any]) -> None:
+def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build):
     """The embedding of one token breaks, so that the second step fails."""
     target = build(**HEAD)
     embedding = target.model.embed_tokens
