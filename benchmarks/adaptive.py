@@ -1,6 +1,6 @@
 """Compare adaptive depth with plain decoding under a useless head, and with the best fixed depth.
 
-    python -m benchmarks.adaptive [--part random_head demo bookkeeping poisoned off_script] [--tokens 400] [--warm 200]
+    python -m benchmarks.adaptive [--part random_head demo bookkeeping poisoned] [--tokens 400] [--warm 200]
                                   [--settling 50] [--repeats 5] [--deepest 4] [--model FOLDER] [--json FILE]
 
 Prints costs, tokens per second and their ratio to the first arm; ``bookkeeping`` is the policy's own time per cycle.
@@ -9,33 +9,27 @@ model, adaptive against fixed depths, by prompt class. Arms alternate (A B B A) 
 own session, and all outputs must be equal. "From the start": a newly loaded language model with its cost table and no
 knowledge of acceptance. "Warm": after ``--warm`` generated tokens. ``poisoned``: the embedded model with a cost table
 of which one row, or all of them, is 30 times too high, against the right table, after ``--settling`` cycles.
-``off_script`` (only where named): the 0.8B shape, in ``--model`` or a temporary folder, on a text whose ids the pruned
-head lacks: ``drafter.vocabulary = "auto"`` against the full head, at an imposed acceptance.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 
 import specdec
-from benchmarks.common import BYTE_TOKENS, arguments, encoded_prompts, median, save, shape_0_8b
+from benchmarks.common import arguments, encoded_prompts, median, save
 from specdec.checkpoints import Checkpoint, locate
 from specdec.checkpoints.writer import write_checkpoint
-from specdec.contract import Context, CycleRecord, Draft, Logits, Stats, Verdict
+from specdec.contract import CycleRecord, Stats
 from specdec.measuring.runs import plain
-from specdec.measuring.synthetic import PROFILES, SyntheticVerifier
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
-from specdec.text import common_prefix
 
 POISON = 30
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -187,60 +181,13 @@ def poisoned(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict
     }
 
 
-class ImposedText(SyntheticVerifier):
-    """Emits ``text`` by position. A drafted token may be right where it was drafted with a head that has it."""
-
-    def __init__(self, lm: specdec.LanguageModel, text: list[int]) -> None:
-        super().__init__(lm.verifier, PROFILES["code"])
-        self._text, self._draft, target = text, lm.target.draft_mtp, lm.target
-        target.draft_mtp = self.draft  # type: ignore[method-assign]
-
-    def draft(self, state: Any, pending: int, depth: int, *, head: Any = None, choose: Any = None) -> tuple[int, ...]:
-        """A real draft, of which the tokens that the head has are those of the text."""
-        drafted = self._draft(state, pending, depth, head=head, choose=choose)
-        wanted = self._text[state.length + 1 :][: len(drafted)]
-        if head is None:
-            return tuple(wanted)
-        known = head.tokens
-        has = [known[bisect.bisect_left(known, right) % len(known)] == right for right in wanted]
-        return tuple(np.where(has, wanted, drafted).tolist())
-
-    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
-        drawn = super().verify(draft, logits, context)
-        following = self._text[len(context) :]
-        accepted = common_prefix(draft.tokens[: drawn.accepted], following)
-        return Verdict(accepted, following[accepted])
-
-
-def off_script(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """The default vocabulary on a text that lies outside of it, after a prompt that does not."""
-    prompt = [(37 * i) % BYTE_TOKENS for i in range(32)]
-    with shape_0_8b(Path(options.model) if options.model else None) as folder:
-        arms = {
-            name: specdec.load(str(folder), drafter={"name": "mtp", "vocabulary": name}, depth="adaptive")
-            for name in ("full", "auto")
-        }
-    size = arms["full"].info.vocab_size
-    drawn = np.random.default_rng(0).zipf(1.3, options.tokens + 64)
-    text = [*prompt, *(size // 2 + drawn % (size // 2)).tolist()]
-    arms = {name: attrs.evolve(lm, verifier=ImposedText(lm, text)) for name, lm in arms.items()}
-    return compare(arms, prompt, options, keep=False)
-
-
 def main() -> None:
-    parts = [name for name in PARTS if name != "off_script"]
-    options = arguments(__doc__, tokens=400, warm=200, settling=50, repeats=5, deepest=4, part=parts, model="")
+    options = arguments(__doc__, tokens=400, warm=200, settling=50, repeats=5, deepest=4, part=list(PARTS), model="")
     prompts = encoded_prompts(specdec.load(drafter="none").tokenizer)
     save({name: PARTS[name](prompts, options) for name in options.part}, options)
 
 
-PARTS = {
-    "random_head": random_head,
-    "demo": demo,
-    "bookkeeping": bookkeeping,
-    "poisoned": poisoned,
-    "off_script": off_script,
-}
+PARTS = {"random_head": random_head, "demo": demo, "bookkeeping": bookkeeping, "poisoned": poisoned}
 
 if __name__ == "__main__":
     main()

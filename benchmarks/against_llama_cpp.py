@@ -12,14 +12,24 @@ matter for the time, and each side writes its own.
 from __future__ import annotations
 
 import json
+import operator
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import specdec
-from benchmarks.common import BYTE_TOKENS, arguments, median, qwen3_5_config, save, seconds, shape_0_8b
+from benchmarks.common import (
+    BYTE_TOKENS,
+    Worker,
+    arguments,
+    in_turns,
+    median,
+    qwen3_5_config,
+    save,
+    seconds,
+    shape_0_8b,
+)
 
 CONTEXT = 256  # tokens before the first decoded one
 
@@ -58,50 +68,22 @@ class Ours:
         self._target.commit(self._state, 1)
 
 
-class Theirs:
-    """llama.cpp in a process of its own."""
-
-    def __init__(self, peer: Path, capacity: int, *shape: str | Path) -> None:
-        script, threads = Path(__file__).with_name("llama_cpp_peer.py"), len(os.sched_getaffinity(0))
-        self._process = subprocess.Popen(
-            [peer, script, str(capacity), str(threads), *shape],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, *request: Any) -> Any:
-        """The answer to a request of ``llama_cpp_peer``."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"llama.cpp's process ended with status {self._process.wait()}")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def llama_cpp(peer: Path, capacity: int, *shape: str | Path) -> Worker:
+    """llama.cpp in a process of its own, which answers the requests of ``llama_cpp_peer``."""
+    return Worker([peer, Path(__file__).with_name("llama_cpp_peer.py"), capacity, len(os.sched_getaffinity(0)), *shape])
 
 
 def _tokens(count: int) -> list[int]:
     return [(37 * i) % BYTE_TOKENS for i in range(count)]
 
 
-def compare(ours: Ours, theirs: Theirs, form: str, what: str, count: int, repeats: int) -> dict[str, Any]:
+def compare(ours: Ours, theirs: Worker, form: str, what: str, count: int, repeats: int) -> dict[str, Any]:
     """Tokens per second of both, in turns, and the ratio of our speed to theirs."""
     if what == "decode":
         ours.prompt(CONTEXT)
         theirs.ask("prompt", form, CONTEXT)
     turn = {"specdec": lambda: getattr(ours, what)(count), "llama.cpp": lambda: theirs.ask(what, form, count)}
-    times: dict[str, list[float]] = {name: [] for name in turn}
-    for repeat in range(-1, repeats):  # the first one warms up
-        for name in turn if repeat % 2 == 0 else reversed(turn):
-            taken = turn[name]()
-            if repeat >= 0:
-                times[name].append(taken)
+    times = in_turns(turn, repeats, warm_up=1, measure=operator.call)
     ratios = [b / a for a, b in zip(*times.values(), strict=True)]
     return {
         "ratio": median(ratios),
@@ -114,7 +96,7 @@ def compare(ours: Ours, theirs: Theirs, form: str, what: str, count: int, repeat
 def measure(options: Any, folder: Path) -> dict[str, Any]:
     """By pair of formats: decoding, and prompts by length."""
     capacity = max(*options.prompts, CONTEXT + options.tokens * (options.repeats + 1)) + 64
-    theirs = Theirs(options.peer or Path(sys.executable), capacity, folder, json.dumps(qwen3_5_config()))
+    theirs = llama_cpp(options.peer or Path(sys.executable), capacity, folder, json.dumps(qwen3_5_config()))
     result: dict[str, Any] = {}
     try:
         for pair in options.pairs:

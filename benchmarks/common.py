@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: options, interleaving, random checkpoints, drafters side by side, and records."""
+"""Shared by the benchmarks: options, interleaving, servers, random checkpoints, drafters side by side, and records."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import contextlib
 import http.client
 import json
 import os
+import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
+from typing import Any, TypeVar
 
 import attrs
 import psutil
@@ -32,15 +35,21 @@ PROMPTS = {
     "instruction": "Write a Python function `area(width, height)` that: returns the area of a rectangle.",
 }
 CHAT = ("verbose thinking", "instruction")
+Name = TypeVar("Name")
 BYTE_TOKENS = 200  # vocabulary size; random weights work with any tokens
 
 
 # --- a script --------------------------------------------------------------------------------------------------------
 
 
-def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """Parse options from their defaults (lists take several values, ``None`` is a path), and ``--json FILE``."""
+def arguments(doc: str | None, what: Sequence[str] = (), **defaults: Any) -> argparse.Namespace:
+    """Parse options from their defaults (lists take several values, ``None`` is a path), and ``--json FILE``.
+
+    ``what``: the parts of the script, of which the first argument names one.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if what:
+        parser.add_argument("what", choices=what)
     for name, default in {**defaults, "json": None}.items():
         first = default[0] if isinstance(default, list) else default
         kind: Any = Path if first is None else type(first)
@@ -92,13 +101,22 @@ def seconds(call: Callable[[], Any]) -> float:
     return perf_counter() - started
 
 
-def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm_up: int = 0) -> dict[str, list[float]]:
-    """Seconds of every call, ``repeats`` times, in alternating order, after ``warm_up`` uncounted rounds."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def in_turns(
+    calls: Mapping[Name, Callable[[], Any]],
+    repeats: int,
+    *,
+    warm_up: int = 0,
+    measure: Callable[[Callable[[], Any]], float] = seconds,
+) -> dict[Name, list[float]]:
+    """Figures of every call, ``repeats`` times, in alternating order, after ``warm_up`` uncounted rounds.
+
+    ``operator.call`` measures a call that returns its own figure.
+    """
+    figures: dict[Name, list[float]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name in calls if repeat % 2 == 0 else reversed(calls):
-            times[name].append(seconds(calls[name]))
-    return {name: values[warm_up:] for name, values in times.items()}
+            figures[name].append(measure(calls[name]))
+    return {name: values[warm_up:] for name, values in figures.items()}
 
 
 def median(values: Sequence[float]) -> float:
@@ -112,10 +130,44 @@ def resident(process: int) -> int:
     return sum(each.memory_info().rss for each in (first, *first.children(recursive=True)))
 
 
+def memory_growth(sizes: Sequence[tuple[float, int]], minutes: float) -> dict[str, float]:
+    """MiB after the first minute, and at the end, of ``sizes`` of bytes by seconds; and the growth between them."""
+    settled = [size / 2**20 for at, size in sizes if at >= min(60.0, minutes * 20)]
+    first, last = statistics.mean(settled[:5]), statistics.mean(settled[-5:])
+    return {"memory_after_a_minute_mib": first, "memory_at_the_end_mib": last, "memory_growth": last / first - 1}
+
+
 def resident_bytes(label: str = "VmRSS") -> int:
     """Resident set size of this process, or its peak with ``VmHWM`` (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{label}:"))
+
+
+# --- processes and servers -------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that answers every line of its input with a line of JSON."""
+
+    def __init__(self, command: Sequence[object], **options: Any) -> None:
+        self._process = subprocess.Popen(
+            [str(word) for word in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+        )
+
+    def ask(self, *request: Any) -> Any:
+        """The answer to a request, which is sent as JSON. Raises: SystemExit if the process ends instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a process ended with status {self._process.wait()}; its message is above")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
 
 
 def call(host: str, method: str, path: str, data: bytes | None = None, timeout: float = 300.0) -> tuple[int, bytes]:
@@ -125,6 +177,49 @@ def call(host: str, method: str, path: str, data: bytes | None = None, timeout: 
         connection.request(method, path, data, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read()
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait_for(host: str, process: subprocess.Popen[Any], seconds: float = 600.0) -> None:
+    """Wait until a server is ready. Raises: SystemExit if it ends, or takes longer."""
+    until = perf_counter() + seconds
+    while process.poll() is None and perf_counter() < until:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if call(host, "GET", "/health")[0] == 200:
+                return
+        sleep(0.2)
+    raise SystemExit(f"the server at {host} did not start; its own output may say why")
+
+
+def counters(host: str, *names: str) -> dict[str, float]:
+    """Counters of a server's /metrics, over all their labels."""
+    lines = call(host, "GET", "/metrics")[1].decode().splitlines()
+    return {name: sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line)) for name in names}
+
+
+def together(
+    clients: int, work: Sequence[Callable[[], Any]], *, catch: tuple[type[Exception], ...] = ()
+) -> tuple[list[Any], float]:
+    """The results of ``work``, done by so many clients at a time, and the seconds that it took.
+
+    An error of a kind in ``catch`` is a result.
+    """
+
+    def result(job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except catch as error:
+            return error
+
+    started = perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(result, work)), perf_counter() - started
 
 
 # --- drafters compared on the embedded model -------------------------------------------------------------------------
@@ -189,45 +284,32 @@ def compare_drafters(
 # --- checkpoints of a published shape, with random weights -----------------------------------------------------------
 
 
-def qwen3_5_config(
-    *,
-    hidden: int = 1024,
-    layers: int = 24,
-    intermediate: int = 3584,
-    heads: int = 8,
-    kv_heads: int = 2,
-    head_dim: int = 256,
-    key_heads: int = 16,
-    value_heads: int = 16,
-    linear_dim: int = 128,
-    vocab: int = 248320,
-    tied: bool = True,
-    max_positions: int = 262144,
-) -> dict[str, Any]:
-    """``config.json`` of a dense Qwen3.5; the defaults are the 0.8B model."""
-    return {
+def qwen3_5_config(**changes: Any) -> dict[str, Any]:
+    """``config.json`` of a dense Qwen3.5: the 0.8B model, but for ``changes``."""
+    config = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": linear_dim,
-        "linear_value_head_dim": linear_dim,
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
         "full_attention_interval": 4,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "max_position_embeddings": max_positions,
-        "tie_word_embeddings": tied,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
         "hidden_act": "silu",
         "mtp_num_hidden_layers": 1,
     }
+    return config | changes
 
 
 def random_checkpoint(

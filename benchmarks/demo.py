@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import attrs
 import torch
 
 import specdec
@@ -24,23 +25,8 @@ def embedded(depth: int, *, tokens: int, repeats: int) -> dict[str, Any]:
     report = compare(specdec.load(depth=depth), measured_prompts(), repeats=repeats, max_new_tokens=tokens)
     if not report.equal:
         raise SystemExit("outputs differ")
-    classes = {
-        group.name: {
-            "plain_tokens_per_second": group.plain,
-            "speculative_tokens_per_second": group.speculative,
-            "ratio": group.speedup,
-            "tokens_per_cycle": group.tokens_per_cycle,
-            "offered": group.offered,
-            "reached": group.reached,
-            "accepted": group.accepted,
-        }
-        for group in report.classes
-    }
-    return {
-        "depth": depth,
-        "classes": classes,
-        "mean_ratio": statistics.fmean(group.speedup for group in report.classes),
-    }
+    classes = {group.name: attrs.asdict(group) | {"ratio": group.speedup} for group in report.classes}
+    return {"depth": depth, "classes": classes, "mean_ratio": statistics.fmean(g.speedup for g in report.classes)}
 
 
 def against_transformers(tokens: int, repeats: int) -> dict[str, Any]:

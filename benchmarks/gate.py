@@ -14,7 +14,7 @@ trusted: the ratios should be within a per cent of 1.
 from __future__ import annotations
 
 import functools
-import json
+import operator
 import os
 import subprocess
 import sys
@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import arguments, in_turns, median, save
+from benchmarks.common import Worker, arguments, in_turns, median, save
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTH = 2
 WARM_UP = 2  # rounds
-# Uses nothing but the public API, so that older commits can run it. Reads a part's name a line, answers with JSON.
+# Uses nothing but the public API, so that older commits can run it. A line names a part; its answer is JSON.
 WORKER = """
 import json, sys
 import specdec
@@ -45,48 +45,26 @@ def run(part):
         return result.stats.seconds["prefill"], result.tokens
     result = arms[part].generate(short, max_new_tokens=tokens, ignore_eos=True)
     return result.stats.decode_seconds, result.tokens
-print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
-    print(json.dumps(run(line.strip())), flush=True)
+    print(json.dumps(run(*json.loads(line))), flush=True)
 """
 PARTS = ("plain decoding", "speculative decoding", "prefill")
 
 
-class Tree:
+class Tree(Worker):
     """A process that runs one tree."""
 
-    def __init__(self, folder: Path, arguments: Sequence[object]) -> None:
-        worker = WORKER.replace("DEPTH", str(DEPTH))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", worker, *map(str, arguments)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, folder: Path, *arguments: object) -> None:
         self.tokens: dict[str, list[int]] = {}
-        self._answer()
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        super().__init__(
+            [sys.executable, "-c", WORKER.replace("DEPTH", str(DEPTH)), *arguments], cwd=folder, env=environment
+        )
 
     def run(self, part: str) -> float:
         """Seconds of a part."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(part + "\n")
-        self._process.stdin.flush()
-        seconds, self.tokens[part] = self._answer()
+        seconds, self.tokens[part] = self.ask(part)
         return float(seconds)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a tree ended with status {self._process.wait()}; its message is above")
-        return json.loads(line)
 
 
 def judged(times: Mapping[str, Sequence[float]], threshold: float) -> dict[str, Any]:
@@ -102,20 +80,15 @@ def judged(times: Mapping[str, Sequence[float]], threshold: float) -> dict[str, 
 
 def compare(folders: Mapping[str, Path], options: Any) -> dict[str, Any]:
     """Run both trees in turns and judge every part."""
-    worker = (options.model, options.tokens, options.prompt)
     trees: dict[str, Tree] = {}
     try:
         for name, folder in folders.items():
-            trees[name] = Tree(folder, worker)
+            trees[name] = Tree(folder, options.model, options.tokens, options.prompt)
         parts = {}
         for part in PARTS:
-            answers: dict[str, list[float]] = {name: [] for name in trees}
-
-            def turn(name: str, part: str = part, answers: dict[str, list[float]] = answers) -> None:
-                answers[name].append(trees[name].run(part))
-
-            in_turns({name: functools.partial(turn, name) for name in trees}, WARM_UP + options.rounds)
-            parts[part] = judged({name: found[WARM_UP:] for name, found in answers.items()}, options.threshold)
+            turn = {name: functools.partial(tree.run, part) for name, tree in trees.items()}
+            times = in_turns(turn, options.rounds, warm_up=WARM_UP, measure=operator.call)
+            parts[part] = judged(times, options.threshold)
             parts[part]["same_tokens"] = trees["other"].tokens[part] == trees["this"].tokens[part]
         return parts
     finally:

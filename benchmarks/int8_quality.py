@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 import specdec
-from benchmarks.against_llama_cpp import Theirs
-from benchmarks.common import machine, save
+from benchmarks.against_llama_cpp import llama_cpp
+from benchmarks.common import Worker, machine, save
 
 ARMS = {"float32": ("float32", "float"), "bfloat16": ("bfloat16", "float")}
 ARMS |= {f"{dtype}, int8 activations": (dtype, "int8") for dtype in ARMS}
@@ -40,7 +40,7 @@ def log_probs(target: Any, tokens: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def theirs(peer: Theirs, model: str, tokens: list[int]) -> torch.Tensor:
+def theirs(peer: Worker, model: str, tokens: list[int]) -> torch.Tensor:
     """As ``log_probs``, of llama.cpp."""
     with tempfile.TemporaryDirectory() as folder:
         peer.ask("logits", model, 0, tokens[:-1], f"{folder}/logits.npy")
@@ -65,7 +65,7 @@ def main() -> None:
         name: functools.partial(log_probs, model.target) for name, model in models.items()
     }
     if options.peer:
-        arms["llama.cpp"] = functools.partial(theirs, Theirs(options.peer, options.window), options.model)
+        arms["llama.cpp"] = functools.partial(theirs, llama_cpp(options.peer, options.window), options.model)
     tokens = models["float32"].tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in arms}
     predicted = 0

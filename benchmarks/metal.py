@@ -1,7 +1,7 @@
 """Benchmark the kernels of the metal backend on this machine, specdec's beside MLX's, in the sizes of a 0.8B model.
 
     python -m benchmarks.metal [--repeats 7] [--json FILE]
-    python -m benchmarks.metal --smoke        tiny sizes: shows that everything runs, and measures nothing
+    python -m benchmarks.metal --sizes smoke  tiny sizes: shows that everything runs, and measures nothing
 
 Prints a Markdown table, and writes all figures with ``--json``. Needs MLX. Without a Metal device it runs slowly on
 MLX's CPU device and says so: own kernels are then their MLX references, and no figure describes a GPU. For whole models
@@ -16,20 +16,19 @@ process. ``bits`` compares every row of a call with the same row alone, ``off`` 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import math
-import statistics
+import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.common import machine, seconds
+from benchmarks.common import arguments, in_turns, median, seconds
 from specdec.backends.metal.kernel_sets import KernelSet, OwnKernels, StockKernels
 from specdec.backends.metal.kernels.delta import DeltaInputs
 from specdec.backends.metal.kernels.kernel import OnMetal
@@ -221,50 +220,37 @@ def _delta(lab: Lab) -> Case:
     return Case(what=f"delta rule {heads} heads of {dim}x{dim}", run=run, moved=nbytes, copies=len(states))
 
 
-@attrs.frozen(kw_only=True)
-class Timed:
-    """One arm of one kernel at every row count."""
+def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
+    """All arms of all kernels; arms alternate within each repeat.
 
-    what: str
-    arm: str
-    milliseconds: dict[int, float]
-    ratio: dict[int, float]  # to one row
-    of_stream: float  # at one row
-    bits: str
-    off: float  # largest difference to the stock kernel, of the largest value
-
-
-def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> list[Timed]:
-    """All arms of all kernels; arms alternate within each repeat."""
+    Of each: milliseconds by row count and their ratio to one row, the share of the bandwidth at one row, whose bits
+    differ from a row alone, and how far the values are off the stock kernel's, of the largest one.
+    """
     sizes = lab.sizes
-    timed: list[Timed] = []
+    timed: list[dict[str, Any]] = []
     for case in cases(lab):
         print(case.what, file=sys.stderr, flush=True)
-        times: dict[tuple[str, int], list[float]] = {(arm, rows): [] for arm in lab.arms for rows in sizes.rows}
-        for repeat in range(repeats + 1):
-            for arm in lab.arms if repeat % 2 else reversed(lab.arms):
-                for rows in sizes.rows:
-                    took = _seconds_of(lab, case, lab.arms[arm], rows)
-                    if repeat:  # the first compiles
-                        times[arm, rows].append(took)
-        stock = _all_rows(lab, case, lab.arms["stock"])
+        arms = {
+            (arm, rows): functools.partial(_seconds_of, lab, case, kernels, rows)
+            for arm, kernels in lab.arms.items()
+            for rows in sizes.rows
+        }
+        times = in_turns(arms, repeats, warm_up=1, measure=operator.call)  # the first round compiles
+        stock = _rows(case, lab.arms["stock"], 0, lab.most)
         for arm, kernels in lab.arms.items():
-            off = np.abs(_all_rows(lab, case, kernels) - stock).max() / max(np.abs(stock).max(), 1e-9)
-            median = {rows: statistics.median(times[arm, rows]) for rows in sizes.rows}
-            ratio = {
-                rows: statistics.median(a / b for a, b in zip(times[arm, rows], times[arm, 1], strict=True))
-                for rows in sizes.rows
-            }
+            one = times[arm, 1]
+            off = np.abs(_rows(case, kernels, 0, lab.most) - stock).max() / max(np.abs(stock).max(), 1e-9)
+            ratio = {rows: median([a / b for a, b in zip(times[arm, rows], one, strict=True)]) for rows in sizes.rows}
             timed.append(
-                Timed(
-                    what=case.what,
-                    arm=arm,
-                    milliseconds={rows: 1e3 * took for rows, took in median.items()},
-                    ratio=ratio,
-                    of_stream=case.moved / median[1] / bandwidth,
-                    bits=differing_rows(lab, case, kernels),
-                    off=float(off),
-                )
+                {
+                    "what": case.what,
+                    "arm": arm,
+                    "milliseconds": {rows: 1e3 * median(times[arm, rows]) for rows in sizes.rows},
+                    "ratio": ratio,
+                    "of_stream": case.moved / median(one) / bandwidth,
+                    "bits": differing_rows(lab, case, kernels),
+                    "off": float(off),
+                }
             )
         mx.clear_cache()
     return timed
@@ -290,10 +276,6 @@ def _rows(case: Case, kernels: KernelSet, first: int, rows: int) -> np.ndarray[A
     return np.array(case.run(kernels, first, rows, 0, mx.zeros(1, dtype=BF16)).astype(mx.float32))
 
 
-def _all_rows(lab: Lab, case: Case, kernels: KernelSet) -> np.ndarray[Any, Any]:
-    return _rows(case, kernels, 0, lab.most)
-
-
 def differing_rows(lab: Lab, case: Case, kernels: KernelSet) -> str:
     """The row counts at which a row has other bits than alone."""
     most = min(EXACT_ROWS, lab.most)
@@ -307,35 +289,10 @@ def stream_bandwidth(nbytes: int, repeats: int) -> float:
     words = mx.ones((nbytes // 4,), dtype=mx.float32)
     mx.eval(words)
     mx.eval(words.max())
-    return nbytes / statistics.median(seconds(lambda: mx.eval(words.max())) for _ in range(max(3, repeats)))
+    return nbytes / median([seconds(lambda: mx.eval(words.max())) for _ in range(max(3, repeats))])
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
-
-
-def device() -> dict[str, Any]:
-    """MLX and its device."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    info = mx.device_info() if on_gpu else {}
-    return {"mlx": mx.__version__, "gpu": on_gpu, "device": str(info.get("device_name", "MLX's CPU device"))}
-
-
-def markdown(record: dict[str, Any]) -> Iterator[str]:
-    """The lines of the report."""
-    where, host = record["device"], record["machine"]
-    yield f"## specdec on {where['device']} (MLX {where['mlx']})"
-    if not where["gpu"]:
-        yield "\n**No Metal device: this ran on MLX's CPU device. No figure here says anything about a GPU.**"
-    if record["smoke"]:
-        yield "\n**Smoke test with tiny sizes: no figure here means anything.**"
-    yield f"\nspecdec {host['commit']}, python {host['python']}, load {host['load_1min']:.1f}; `{host['command']}`"
-    yield f"\nStream read: {record['stream'] / 1e9:.1f} GB/s"
-    yield ""
-    yield from kernel_table(record["kernels"])
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield from (" | ".join(("", *row, "")).strip() for row in (headings, ["---"] * len(headings), *rows))
 
 
 def kernel_table(kernels: list[dict[str, Any]]) -> Iterator[str]:
@@ -353,30 +310,26 @@ def kernel_table(kernels: list[dict[str, Any]]) -> Iterator[str]:
         )
         for each in kernels
     ]
-    yield from _table(headings, rows)
+    lines = (headings, ["---"] * len(headings), *rows)
+    yield from (" | ".join(("", *line, "")).strip() for line in lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error("--repeats takes 1 or more")
-    sizes = SMOKE if options.smoke else Sizes()
-    repeats = min(options.repeats, 2) if options.smoke else options.repeats
-    bandwidth = stream_bandwidth(sizes.stream_bytes, repeats)
-    record = {
-        "machine": machine(),
-        "device": device(),
-        "smoke": options.smoke,
-        "stream": bandwidth,
-        "kernels": [attrs.asdict(timed) for timed in time_kernels(Lab(sizes), repeats, bandwidth)],
-    }
-    print("\n".join(markdown(record)))
+    options = arguments(__doc__, repeats=7, sizes="real")
+    sizes, on_gpu = {"real": Sizes(), "smoke": SMOKE}[options.sizes], mx.default_device().type == mx.DeviceType.gpu
+    bandwidth = stream_bandwidth(sizes.stream_bytes, options.repeats)
+    kernels = time_kernels(Lab(sizes), options.repeats, bandwidth)
+    name = mx.device_info().get("device_name", "") if on_gpu else "MLX's CPU device"
+    record = {"machine": options.machine, "mlx": mx.__version__, "device": str(name), "sizes": options.sizes}
+    print(f"## specdec {options.machine['commit']} on {name} (MLX {mx.__version__})\n")
+    if not on_gpu:
+        print("**No Metal device: this ran on MLX's CPU device. No figure here says anything about a GPU.**\n")
+    if options.sizes == "smoke":
+        print("**Tiny sizes: no figure here means anything.**\n")
+    print(f"Stream read: {bandwidth / 1e9:.1f} GB/s\n", *kernel_table(kernels), sep="\n")
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+        whole = {**record, "stream": bandwidth, "kernels": kernels}
+        options.json.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common import arguments, bfloat16, qwen3_5_config, random_checkpoint, resident_bytes, save
 
-SHAPE: dict[str, Any] = {"hidden": 2048, "intermediate": 6144, "vocab": 32768, "max_positions": 4096}
+SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 32768, "max_position_embeddings": 4096}
 LAYERS = {"fp8": 18, "nvfp4": 32}  # about 1 GB each
 QUANTISATION = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -101,7 +101,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "checkpoint"
         if not (folder / "config.json").exists():
-            config = qwen3_5_config(**SHAPE, layers=given.layers or LAYERS[given.format])
+            config = qwen3_5_config(**SHAPE, num_hidden_layers=given.layers or LAYERS[given.format])
             make = functools.partial(stored, given.format)
             random_checkpoint(folder, config, make, quantisation=QUANTISATION[given.format], shards=4)
         found = []

@@ -27,7 +27,7 @@ import attrs
 import torch
 
 import specdec
-from benchmarks.against_llama_cpp import Theirs
+from benchmarks.against_llama_cpp import llama_cpp
 from benchmarks.common import Tally, machine, median, save
 from benchmarks.released_page import WITH_DRAFT, page
 from specdec.checkpoints import locate
@@ -66,7 +66,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
         arms |= {f"{choice.name} {depth}": (drafting, depth) for depth in options.depths}
     for arm, depth in arms.values():
         arm.generate("once more", max_new_tokens=8, depth=depth)
-    theirs = Theirs(options.peer, CONTEXT) if options.peer else None
+    theirs = llama_cpp(options.peer, CONTEXT) if options.peer else None
     tasks: dict[str, Any] = {}
     texts: Texts = []
     runs, differing, agreeing = 0, [], 0

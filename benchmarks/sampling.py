@@ -7,10 +7,13 @@ Prints milliseconds per cycle (the number of accepted tokens differs between set
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from typing import Any
 
 import specdec
-from benchmarks.common import PROMPTS, arguments, median, save
+from benchmarks.common import PROMPTS, arguments, in_turns, median, save
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -24,12 +27,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def measure(model: str, tokens: int, repeats: int, depth: int) -> dict[str, Any]:
     """Milliseconds per cycle by setting, and their ratio to greedy."""
     lm = specdec.load(model, depth=depth)
-    times: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    for repeat in range(repeats):
-        for name in SETTINGS if repeat % 2 == 0 else reversed(SETTINGS):
-            settings = {"max_new_tokens": tokens, "ignore_eos": True, "seed": repeat, **SETTINGS[name]}
-            stats = lm.generate(PROMPTS["code"], **settings).stats
-            times[name].append(stats.decode_seconds / stats.cycles * 1e3)
+    seeds = itertools.count()
+
+    def cycle(settings: dict[str, Any]) -> float:
+        stats = lm.generate(
+            PROMPTS["code"], max_new_tokens=tokens, ignore_eos=True, seed=next(seeds) // len(SETTINGS), **settings
+        ).stats
+        return float(stats.decode_seconds / stats.cycles * 1e3)
+
+    calls = {name: functools.partial(cycle, settings) for name, settings in SETTINGS.items()}
+    times = in_turns(calls, repeats, measure=operator.call)
     return {
         name: {
             "milliseconds_per_cycle": median(values),

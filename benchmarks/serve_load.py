@@ -18,16 +18,14 @@ each server as clients. Its exit status is 1 if a text of ours depends on the nu
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import contextlib
+import functools
 import http.client
 import itertools
 import json
 import os
 import pathlib
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,10 +38,22 @@ from urllib.parse import urlsplit
 import attrs
 
 import specdec
-from benchmarks.common import call, machine, resident, save
+from benchmarks.common import (
+    arguments,
+    call,
+    counters,
+    free_port,
+    median,
+    memory_growth,
+    resident,
+    save,
+    together,
+    wait_for,
+)
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = ("Name three colours.", "Write a Python function that adds two numbers.", "Tell me about railways.")
+WAITING = "specdec_requests_waiting"
 TASKS = pathlib.Path(__file__).with_name("tasks.jsonl")
 MALFORMED = (
     b"{",
@@ -124,7 +134,7 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
                     used[key] += cpu_seconds(pid) - worked
     if texts["direct", tokens] != texts["server", tokens]:
         raise SystemExit("the server's text differs")
-    middle = {key: statistics.median(values) for key, values in times.items()}
+    middle = {key: median(values) for key, values in times.items()}
     once = {name: middle[name, 1] for name in ("direct", "server")}
     pairs = zip(times["direct", tokens], times["server", tokens], strict=True)  # of one round: the machine is the same
     ratios = [(served - once["server"]) / (direct - once["direct"]) for direct, served in pairs]
@@ -138,7 +148,7 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
         "cpu_ratio_per_token": cpu["server"] / cpu["direct"],
         "direct_ms_per_token": per_token["direct"] * 1e3,
         "server_ms_per_token": per_token["server"] * 1e3,
-        "ratio_per_token": statistics.median(ratios),
+        "ratio_per_token": median(ratios),
         "ratio_per_token_quartiles": statistics.quantiles(ratios, n=4)[::2],
         "ms_added_to_a_request_of_one_token": (middle["server", 1] - middle["direct", 1]) * 1e3,
         "ratio_of_the_whole_request": middle["server", tokens] / middle["direct", tokens],
@@ -223,15 +233,14 @@ def load(minutes: float, clients: int) -> dict[str, Any]:
         while any(client.is_alive() for client in team):
             time.sleep(1.0)
             memory.append((time.monotonic() - started, resident(process.pid)))
-            waiting = max(waiting, metric(host, "specdec_requests_waiting"))
+            waiting = max(waiting, *counters(host, WAITING).values())
         for client in team:
             client.join()
         alive = process.poll() is None
         time.sleep(1.0)
-        left = metric(host, "specdec_requests_waiting")
+        left = counters(host, WAITING)[WAITING]
     wrong = [text for client in team for text in client.wrong]
-    settled = [size for seconds, size in memory if seconds >= min(60.0, minutes * 30)]
-    growth = statistics.mean(settled[-5:]) / statistics.mean(settled[:5]) - 1
+    memory_told = memory_growth(memory, minutes)
     return {
         "minutes": minutes,
         "clients": clients,
@@ -240,10 +249,8 @@ def load(minutes: float, clients: int) -> dict[str, Any]:
         "longest_queue": waiting,
         "waiting_at_the_end": left,
         "alive": alive,
-        "memory_after_a_minute_mib": settled[0] / 2**20,
-        "memory_at_the_end_mib": settled[-1] / 2**20,
-        "memory_growth": growth,
-        "passed": alive and not wrong and not left and waiting <= clients and growth < 0.02,
+        **memory_told,
+        "passed": alive and not (wrong or left) and waiting <= clients and memory_told["memory_growth"] < 0.02,
     }
 
 
@@ -253,18 +260,11 @@ def load(minutes: float, clients: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def llama_server(program: str, model: str, places: int) -> Iterator[str]:
     """llama.cpp's server with this many slots of 2,048 tokens: its host and port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    threads = str(os.cpu_count())
+    port, threads = str(free_port()), str(os.cpu_count())
     shape = ("-np", str(places), "-c", str(2048 * places), "-t", threads, "-tb", threads)
-    with running(program, "-m", model, *shape, "--port", port, "--log-disable"):
+    with running(program, "-m", model, *shape, "--port", port, "--log-disable") as process:
         host = f"127.0.0.1:{port}"
-        while True:
-            with contextlib.suppress(OSError):
-                if call(host, "GET", "/health")[0] == 200:
-                    break
-            time.sleep(0.2)
+        wait_for(host, process)
         yield host
 
 
@@ -298,14 +298,6 @@ def ask(host: str, prompt: str, tokens: int) -> Answer:
     return Answer("".join(texts), count, times[0] - started, [b - a for a, b in itertools.pairwise(times)])
 
 
-def clients_at_once(host: str, prompts: Sequence[str], clients: int, tokens: int) -> tuple[list[Answer], float]:
-    """All answers, and the seconds that this many clients took to get them."""
-    started = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        answers = list(pool.map(lambda prompt: ask(host, prompt, tokens), prompts))
-    return answers, time.perf_counter() - started
-
-
 def peer(model: str, program: str, sizes: Sequence[int], tokens: int) -> dict[str, Any]:
     """Tokens per second in sum, and milliseconds to the first and from one text to the next, by number of clients."""
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
@@ -320,8 +312,8 @@ def peer(model: str, program: str, sizes: Sequence[int], tokens: int) -> dict[st
             llama_server(program, model, size) as theirs,
         ):
             for name, host in (("specdec", ours), ("llama.cpp", theirs)):
-                clients_at_once(host, ["Say hello."] * size, size, 8)
-                answers, seconds = clients_at_once(host, prompts, size, tokens)
+                together(size, [functools.partial(ask, host, "Say hello.", 8)] * size)
+                answers, seconds = together(size, [functools.partial(ask, host, prompt, tokens) for prompt in prompts])
                 gaps = sorted(gap for answer in answers for gap in answer.gaps)
                 firsts = sorted(answer.first for answer in answers)
                 found[f"{name}, {size} clients"] = {
@@ -335,35 +327,19 @@ def peer(model: str, program: str, sizes: Sequence[int], tokens: int) -> dict[st
     return found
 
 
-def metric(host: str, name: str) -> float:
-    """A line of /metrics."""
-    text = call(host, "GET", "/metrics")[1].decode()
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "load", "peer"))
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--repeats", type=int, default=51)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--model")
-    parser.add_argument("--llama-server")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
-    options.machine = machine()
+    defaults = {"tokens": 0, "repeats": 51, "minutes": 10.0, "clients": 4, "sizes": [1, 4, 8]}
+    options = arguments(__doc__, ("overhead", "load", "peer"), **defaults, model="", llama_server="")
     if options.what == "overhead":
-        save(overhead(options.tokens or 1024, options.repeats), options)
-        return
-    if options.what == "peer":
+        result, passed = overhead(options.tokens or 1024, options.repeats), True
+    elif options.what == "peer":
         result = peer(options.model, options.llama_server, options.sizes, options.tokens or 128)
-        save(result, options)
-        sys.exit(0 if result["equal"] else 1)
-    result = load(options.minutes, options.clients)
+        passed = result["equal"]
+    else:
+        result = load(options.minutes, options.clients)
+        passed = result["passed"]
     save(result, options)
-    sys.exit(0 if result["passed"] else 1)
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

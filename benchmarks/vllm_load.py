@@ -29,19 +29,27 @@ import os
 import pathlib
 import random
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from benchmarks.common import call, machine, resident, save
+from benchmarks.common import (
+    call,
+    counters,
+    free_port,
+    machine,
+    median,
+    memory_growth,
+    resident,
+    save,
+    together,
+    wait_for,
+)
 from specdec.checkpoints import locate
 
 VOCAB = 4096  # of the embedded model, whose tokenizer the servers load
@@ -49,8 +57,8 @@ PERIOD = 12  # tokens of a text that repeats itself
 SHORT = 5 * PERIOD  # tokens below this one are in cycles of PERIOD, the others in one long cycle
 DEPTH = 6
 CHUNK = 128  # tokens of a pass, at most: longer prompts are read in chunks
-STARTS_WITHIN = 600.0  # seconds
 HUNG = 300.0  # seconds
+FAILURES = (OSError, ValueError, KeyError, http.client.HTTPException)
 ROUNDING = 2e-3  # nats between log-probabilities of one token in one context, float32
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -58,6 +66,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "suffix": {"method": "custom_class", "model": "specdec_vllm.Proposer"},
 }
 DRAFTER = "suffix"
+DRAFTED = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
 # --- the model and its texts -----------------------------------------------------------------------------------------
@@ -161,31 +170,8 @@ def running(folder: pathlib.Path, capacity: int) -> Iterator[dict[str, dict[str,
             stack.callback(process.wait)
             stack.callback(process.terminate)
             made[name] = {"host": f"127.0.0.1:{port}", "process": process.pid}
-            until = time.monotonic() + STARTS_WITHIN
-            while not answers(made[name]["host"]):
-                if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"{name} did not start:\n{(folder / f'{name}.log').read_text()[-3000:]}")
-                time.sleep(1.0)
+            wait_for(made[name]["host"], process)
         yield made
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def answers(host: str) -> bool:
-    """Whether a server is ready."""
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return call(host, "GET", "/health")[0] == 200
-    return False
-
-
-def counters(host: str, *names: str) -> dict[str, float]:
-    """Sums of vLLM's own counters, by the part of the name after ``vllm:``."""
-    lines = call(host, "GET", "/metrics")[1].decode().splitlines()
-    return {name: sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{")) for name in names}
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -216,20 +202,6 @@ def abandon(host: str, data: bytes, after: int) -> None:
         response.read(after)
 
 
-def together(clients: int, work: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
-    """The results of ``work``, done by so many clients at a time, and the seconds that it took."""
-
-    def result(job: Callable[[], Any]) -> Any:
-        try:
-            return job()
-        except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-            return error
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(result, work)), time.perf_counter() - started
-
-
 # --- measurements ----------------------------------------------------------------------------------------------------
 
 
@@ -240,30 +212,33 @@ def speed(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[
     for text in options.texts:
         rng = random.Random(1)
         bodies = [body(prompt(text, options.tokens, rng), options.tokens) for _ in range(options.requests)]
-        expected, _ = together(1, [functools.partial(ask, hosts["plain"], data) for data in bodies])
+        expected = [ask(hosts["plain"], data) for data in bodies]
         for host in hosts.values():
-            together(4, [functools.partial(ask, host, data) for data in bodies])  # prompts are in the caches from here
+            together(
+                4, [functools.partial(ask, host, data) for data in bodies], catch=FAILURES
+            )  # prompts are in the caches from here
         for clients in options.clients:
-            names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
-            before = {name: counters(host, *names) for name, host in hosts.items()}
+            before = {name: counters(host, *DRAFTED) for name, host in hosts.items()}
             rates: dict[str, list[float]] = {name: [] for name in hosts}
             wrong: dict[str, int] = dict.fromkeys(hosts, 0)
             for repeat in range(options.repeats):
                 for name in hosts if repeat % 2 == 0 else reversed(hosts):
-                    got, took = together(clients, [functools.partial(ask, hosts[name], data) for data in bodies])
+                    got, took = together(
+                        clients, [functools.partial(ask, hosts[name], data) for data in bodies], catch=FAILURES
+                    )
                     wrong[name] += sum(answer != right for answer, right in zip(got, expected, strict=True))
                     rates[name].append(len(bodies) * options.tokens / took)
             for name, host in hosts.items():
-                after = counters(host, *names)
-                offered, accepted = (int(after[one] - before[name][one]) for one in names)
+                after = counters(host, *DRAFTED)
+                offered, accepted = (int(after[one] - before[name][one]) for one in DRAFTED)
                 rows.append(
                     {
                         "text": text,
                         "clients": clients,
                         "server": name,
-                        "tokens_per_second": round(statistics.median(rates[name]), 1),
+                        "tokens_per_second": round(median(rates[name]), 1),
                         "slowest_and_fastest": [round(min(rates[name]), 1), round(max(rates[name]), 1)],
-                        "of_plain": round(statistics.median(rates[name]) / statistics.median(rates["plain"]), 3),
+                        "of_plain": round(median(rates[name]) / median(rates["plain"]), 3),
                         "drafted": offered,
                         "accepted": accepted,
                         "answers": len(bodies) * options.repeats,
@@ -281,8 +256,7 @@ def load(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[s
     kinds = [text for text in TEXTS for _ in range(options.requests // len(TEXTS))]
     bodies = [body(prompt(text, rng.randrange(8, options.tokens), rng), options.tokens, logprobs=0) for text in kinds]
     expected = [ask(plain, data) for data in bodies]
-    names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
-    before = counters(host, *names)
+    before = counters(host, *DRAFTED)
     counts = dict.fromkeys(("compared", "differ", "failed", "abandoned"), 0)
     apart = 0.0
     memory: list[tuple[float, int]] = []
@@ -297,7 +271,7 @@ def load(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[s
                 data = json.dumps(json.loads(bodies[number]) | {"stream": True}).encode()
                 work.append(functools.partial(abandon, host, data, rng.randrange(1, 8000)))
                 right.append(None)
-        got, _ = together(8, work)
+        got, _ = together(8, work, catch=FAILURES)
         for answer, wanted in zip(got, right, strict=True):
             if isinstance(answer, Exception):
                 counts["failed"] += 1
@@ -310,13 +284,12 @@ def load(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[s
                 apart = max(apart, between)
         memory.append((time.monotonic() - began, resident(made[DRAFTER]["process"])))
     until = time.monotonic() + 30.0  # the last abandoned request may still run for a step
-    while (behind := sum(counters(host, "num_requests_running", "num_requests_waiting").values())) and (
+    while (behind := sum(counters(host, "vllm:num_requests_running", "vllm:num_requests_waiting").values())) and (
         time.monotonic() < until
     ):
         time.sleep(0.5)
-    settled = [size for at, size in memory if at >= min(60.0, options.minutes * 20)]
-    after = counters(host, *names)
-    drafted, accepted = (int(after[name] - before[name]) for name in names)
+    after = counters(host, *DRAFTED)
+    drafted, accepted = (int(after[name] - before[name]) for name in DRAFTED)
     return {
         "drafted": drafted,
         "accepted": accepted,
@@ -324,8 +297,7 @@ def load(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[s
         **counts,
         "log_probabilities_apart": apart,
         "left_behind": int(behind),
-        "memory_mib": [round(settled[0] / 2**20, 1), round(settled[-1] / 2**20, 1)],
-        "memory_growth": settled[-1] / settled[0] - 1,
+        **memory_growth(memory, options.minutes),
     }
 
 

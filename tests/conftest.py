@@ -13,7 +13,6 @@ import pathlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 # Before torch is imported, and inherited by the processes that tests start: the workers of a run share the cores, so
@@ -54,12 +53,12 @@ settings.register_profile("nightly", max_examples=60, stateful_step_count=30, **
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
 
 
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown():
     """The command line configures logging for its process; the next test starts from the defaults again."""
     logger = logging.getLogger("specdec")
     logger.setLevel(logging.NOTSET)
@@ -68,13 +67,13 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathlib.Path]:
+def checkpoint(tmp_path_factory):
     """``checkpoint("qwen3_5", hidden=40)``: the folder of a tiny checkpoint, written once per session. Read only."""
     from tests import tiny
 
-    written: dict[tuple[Any, ...], pathlib.Path] = {}
+    written = {}
 
-    def folder(family: str, **settings: Any) -> pathlib.Path:
+    def folder(family, **settings):
         key = (family, *((name, repr(value)) for name, value in sorted(settings.items())))
         if key not in written:
             written[key] = tiny.WRITERS[family](tmp_path_factory.mktemp(family), **settings)
@@ -84,18 +83,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathli
 
 
 @pytest.fixture(scope="session")
-def make_target(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+def make_target(checkpoint):
     """``make_target("qwen3_5", kernels="native", dtype="bfloat16", hidden=40)``: a target, loaded once per session.
 
     ``dtype`` is what it computes in, ``stored`` what the checkpoint holds.
     """
     from tests import tiny
 
-    loaded: dict[tuple[Any, ...], Any] = {}
+    loaded = {}
 
-    def target(
-        family: str, *, kernels: str = "torch", dtype: str = "float32", stored: str = "float32", **settings: Any
-    ) -> Any:
+    def target(family, *, kernels="torch", dtype="float32", stored="float32", **settings):
         folder = checkpoint(family, dtype=stored, **settings)
         key = (folder, kernels, dtype)
         if key not in loaded:
@@ -106,7 +103,7 @@ def make_target(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session", params=["torch", "native"])
-def kernels(request: pytest.FixtureRequest) -> str:
+def kernels(request):
     """The CPU kernels under test: the torch reference, and the native ones where they compile."""
     from tests import tiny
 

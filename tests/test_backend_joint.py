@@ -1,11 +1,7 @@
 """Ops, backends and forward passes are asked through their base classes, never by the names of their attributes."""
 
-from __future__ import annotations
-
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ EXEMPT = {
 }
 
 
-def sources() -> Iterator[tuple[str, str]]:
+def sources():
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
@@ -51,19 +47,19 @@ class Stranger(Backend):
     name, device, dtypes = "stranger", "a device of its own", ("float32",)
     notices = ("it is strange",)
 
-    def ops(self, dtype: str) -> ReferenceOps:
+    def ops(self, dtype):
         raise AssertionError("nothing is loaded here")
 
 
 @pytest.fixture
-def install() -> Iterator[Any]:
+def install():
     """``install(**fields)``: a backend "stranger" beside the built-in ones."""
     former = []
 
-    def registered(**fields: Any) -> None:
+    def registered(**fields):
         class Plugin:
             @hookimpl
-            def specdec_backends(self) -> list[BackendSpec]:
+            def specdec_backends(self):
                 return [BackendSpec(**{"name": "stranger", "factory": lambda config: Stranger(), **fields})]
 
         registry = Registry(BUILT_INS, entry_points=(), strict=True)
@@ -74,7 +70,7 @@ def install() -> Iterator[Any]:
     use_registry(former[0])
 
 
-def fails(*_: object) -> Any:
+def fails(*_):
     raise RuntimeError("the driver is gone")
 
 

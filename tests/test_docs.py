@@ -25,8 +25,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 from xml.etree import ElementTree
 
 import attrs
@@ -65,7 +63,7 @@ class Block:
     line: int  # of the first line of the body
 
 
-def blocks(page: pathlib.Path) -> list[Block]:
+def blocks(page):
     text = page.read_text(encoding="utf-8")
     return [
         Block(found["language"], found["body"], text.count("\n", 0, found.start("body")) + 1)
@@ -74,7 +72,7 @@ def blocks(page: pathlib.Path) -> list[Block]:
     ]
 
 
-def commands(block: Block) -> list[str]:
+def commands(block):
     """The lines of a shell that are run."""
     lines = block.body.replace("\\\n", " ").splitlines() if block.language in ("bash", "console") else []
     typed = [line.removeprefix("$ ") for line in lines if block.language == "bash" or line.startswith("$ ")]
@@ -84,16 +82,16 @@ def commands(block: Block) -> list[str]:
 COMMAND = re.compile(r"(?:\w+=\S+ )*(?:specdec |python \w+\.py$|pip install -e \.$)")
 
 
-def _name(page: pathlib.Path) -> str:
+def _name(page):
     return str(page.relative_to(ROOT))
 
 
-def runs(page: pathlib.Path) -> bool:
+def runs(page):
     return any(block.language in ("python", "toml") or commands(block) for block in blocks(page))
 
 
 @pytest.fixture
-def own_process(tmp_path, monkeypatch) -> Iterator[None]:
+def own_process(tmp_path, monkeypatch):
     """An empty folder; what a page registers, imports and installs there is gone afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -115,7 +113,7 @@ def own_process(tmp_path, monkeypatch) -> Iterator[None]:
 @pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("page", cases(filter(runs, PAGES), name=_name, sample=SAMPLE))
 def test_the_snippets_of_a_page_run(page, monkeypatch):
-    namespace: dict[str, Any] = {"__name__": "snippet"}
+    namespace = {"__name__": "snippet"}
     included = pathlib.Path()
     for block in blocks(page):
         name = re.match(r"# ([\w-]+\.(?:toml|py))\n", block.body)
@@ -139,19 +137,19 @@ def test_the_snippets_of_a_page_run(page, monkeypatch):
             _run(line, page, monkeypatch)
 
 
-def _included(path: pathlib.Path, options: str) -> str:
+def _included(path, options):
     """What Sphinx includes of a file of Python."""
     text = path.read_text(encoding="utf-8")
     wanted = dict(re.findall(r"^:([\w-]+): (.+)$", options, re.MULTILINE))
     if "pyobject" in wanted:
         [found] = [node for node in ast.parse(text).body if getattr(node, "name", "") == wanted["pyobject"]]
-        first = min(node.lineno for node in (found, *found.decorator_list))  # type: ignore[attr-defined]
+        first = min(node.lineno for node in (found, *found.decorator_list))
         return "\n".join(text.splitlines()[first - 1 : found.end_lineno])
     start = text.index(wanted["start-at"]) if "start-at" in wanted else 0
     return text[start : text.index(wanted["end-before"], start) if "end-before" in wanted else None]
 
 
-def _run(line: str, page: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run(line, page, monkeypatch):
     words = shlex.split(line, comments=True)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
@@ -168,7 +166,7 @@ def _run(line: str, page: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert outcome.exit_code == 0, f"{page.name}: {line}\n{outcome.output}\n{outcome.exception!r}"
 
 
-def _needs(body: str) -> list[str]:
+def _needs(body):
     return ["llguidance"] if '"grammar"' in body else []
 
 
@@ -239,12 +237,12 @@ def test_every_page_is_in_a_table_of_contents():
 # --- architecture ----------------------------------------------------------------------------------------------------
 
 
-def files_entered(call: Callable[[], object]) -> set[str]:
+def files_entered(call):
     """Files of specdec, apart from ``backends/``, in which a function starts during ``call``."""
     package = pathlib.Path(specdec.__file__).parent
     found = set()
 
-    def profile(frame: Any, event: str, argument: object) -> None:
+    def profile(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(str(package)):
             found.add(pathlib.Path(frame.f_code.co_filename).relative_to(package).as_posix())
 

@@ -1,7 +1,5 @@
 """The errors' own promise: whatever is put into one, its message is short, printable and keeps what helps."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,14 +13,14 @@ LABELS = st.text(min_size=1, max_size=40)
 class Broken:
     """A value of a plugin that cannot be printed."""
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise ZeroDivisionError
 
     __str__ = __repr__
 
 
 @given(LONG, st.dictionaries(LABELS, LONG, max_size=40), LONG)
-def test_a_message_is_bounded_and_can_be_printed(message: str, facts: dict[str, str], hint: str) -> None:
+def test_a_message_is_bounded_and_can_be_printed(message, facts, hint):
     error = CheckpointError(message, **{**facts, "try_": hint})
     said = f"CheckpointError: {error}"
     assert len(said) <= 2000
@@ -35,13 +33,13 @@ def test_a_message_is_bounded_and_can_be_printed(message: str, facts: dict[str, 
 
 
 @given(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=300), st.integers(1, 5))
-def test_an_ordinary_message_is_left_as_it_is(message: str, count: int) -> None:
+def test_an_ordinary_message_is_left_as_it_is(message, count):
     error = SpecdecError(message, **{f"fact_{number}": message for number in range(count)})
     assert error.message == message
     assert list(error.facts.values()) == [message] * count
 
 
-def test_what_was_cut_is_counted() -> None:
+def test_what_was_cut_is_counted():
     error = SpecdecError("a" * 5000, file="model.safetensors", try_="another")
     assert error.facts == {"file": "model.safetensors", "try": "another"}
     kept = len(error.message.partition("...")[0])
@@ -50,12 +48,12 @@ def test_what_was_cut_is_counted() -> None:
 
 
 @pytest.mark.parametrize("value", [Broken(), 10**5000, [10**5000], "x" * 10**6], ids=["broken", "int", "list", "text"])
-def test_any_value_can_be_shown(value: object) -> None:
+def test_any_value_can_be_shown(value):
     assert 0 < len(shown(value)) <= 200
     assert len(str(SpecdecError("wrong", got=value))) <= MESSAGE_LIMIT
 
 
-def test_the_nearest_name_is_found_among_long_and_many_ones() -> None:
+def test_the_nearest_name_is_found_among_long_and_many_ones():
     """Comparing takes the product of two lengths: a name of a megabyte is not compared."""
     names = ["y" * 10**6, "x" * 10**6, *(f"layers.{i}.weight" for i in range(900)), "lm_head.weight"]
     assert nearest("lm_head.weihgt", names) == "lm_head.weight"

@@ -1,7 +1,5 @@
 """Properties of the examples of the tutorials. ``test_docs.py`` runs the tutorials themselves."""
 
-from __future__ import annotations
-
 import importlib
 import pathlib
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from specdec.backends import Backend
 from specdec.config import Choice
 from specdec.contract import (
     BackendSpec,
-    CycleRecord,
     DepthPolicySpec,
     Draft,
     Drafter,
@@ -60,7 +59,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
 ANSWERS: dict[str, dict[str, Callable[[Any], Any]]] = {  # from the right answer
     "propose": {
         "nothing": lambda draft: None,
-        "float tokens": lambda draft: Draft((1.0, 2.0)),  # type: ignore[arg-type]
+        "float tokens": lambda draft: Draft((1.0, 2.0)),
         "numpy tokens": lambda draft: Draft(tuple(np.array(draft.tokens, np.int64))),
         "too many": lambda draft: Draft((1,) * 500),
         "outside": lambda draft: Draft((10**9, -5)),
@@ -69,11 +68,11 @@ ANSWERS: dict[str, dict[str, Callable[[Any], Any]]] = {  # from the right answer
     },
     "verify": {
         "nothing": lambda verdict: None,
-        "numpy numbers": lambda verdict: Verdict(np.int64(verdict.accepted), np.int32(verdict.next_token)),  # type: ignore[arg-type]
+        "numpy numbers": lambda verdict: Verdict(np.int64(verdict.accepted), np.int32(verdict.next_token)),
         "too many accepted": lambda verdict: Verdict(verdict.accepted + 20, verdict.next_token),
         "minus accepted": lambda verdict: Verdict(-1, verdict.next_token),
         "a token outside": lambda verdict: Verdict(verdict.accepted, 10**6),
-        "a float token": lambda verdict: Verdict(verdict.accepted, float(verdict.next_token)),  # type: ignore[arg-type]
+        "a float token": lambda verdict: Verdict(verdict.accepted, float(verdict.next_token)),
     },
     "process": {
         "nothing": lambda row: None,
@@ -99,11 +98,11 @@ class Fault:
 class Faulty:
     """Counts the calls of the faulty method, and decides what comes back."""
 
-    def __init__(self, fault: Fault | None = None) -> None:
+    def __init__(self, fault=None):
         self.fault = fault
         self.calls = 0
 
-    def answer(self, method: str, right: Callable[[], Any]) -> Any:
+    def answer(self, method, right):
         fault = self.fault
         if fault is None or method != fault.method:
             return right()
@@ -118,19 +117,19 @@ class Faulty:
 class Repeats(Drafter):
     """What followed the same token last time."""
 
-    def propose(self, context: Any, depth: int) -> Any:
+    def propose(self, context, depth):
         history = list(context)
         before = [at for at, token in enumerate(history[:-1]) if token == history[-1]]
         return Draft(tuple(history[before[-1] + 1 :][:depth])) if before else Draft()
 
-    def report(self) -> Any:
+    def report(self):
         return {"fine": 1}
 
 
 class Favours(LogitsProcessor):
     """Adds to some logits, depending on the last token."""
 
-    def process(self, logits: Any, history: Any) -> Any:
+    def process(self, logits, history):
         right = logits.copy()
         right[:: 2 + history[-1] % 3] += 2.0
         return right
@@ -139,35 +138,35 @@ class Favours(LogitsProcessor):
 class Faulted:
     """A right plugin whose methods, and ``reason``, answer through ``Faulty``."""
 
-    def __init__(self, right: Any, faulty: Faulty) -> None:
+    def __init__(self, right, faulty):
         self._right, self._faulty = right, faulty
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         right, ask = getattr(self._right, name), self._faulty.answer
         if name == "reason":
             return ask(name, lambda: right)
         return (lambda *given: ask(name, lambda: right(*given))) if inspect.ismethod(right) else right
 
 
-def plugin(faulty: Faulty) -> Any:
+def plugin(faulty):
     """A plugin of every kind; the one that the fault is about has it."""
     ask = faulty.answer
 
-    def factory(kind: str, make: Callable[[], Any]) -> Callable[..., Any]:
+    def factory(kind, make):
         own = faulty.fault is not None and faulty.fault.kind == kind
         return lambda *_: ask("factory", lambda: Faulted(make(), faulty)) if own else make()
 
     class Plugin:
         @hookimpl
-        def specdec_drafters(self) -> list[DrafterSpec]:
+        def specdec_drafters(self):
             return [DrafterSpec(name="faulty", factory=factory("drafter", Repeats))]
 
         @hookimpl
-        def specdec_verifiers(self) -> list[VerifierSpec]:
+        def specdec_verifiers(self):
             return [VerifierSpec(name="faulty", factory=factory("verifier", StrictVerifier))]
 
         @hookimpl
-        def specdec_depth_policies(self) -> list[DepthPolicySpec]:
+        def specdec_depth_policies(self):
             return [
                 DepthPolicySpec(
                     name="faulty", factory=factory("depth policy", lambda: FixedPolicy(FixedConfig(depth=3)))
@@ -175,18 +174,18 @@ def plugin(faulty: Faulty) -> Any:
             ]
 
         @hookimpl
-        def specdec_logits_processors(self) -> list[ProcessorSpec]:
+        def specdec_logits_processors(self):
             return [ProcessorSpec(name="faulty", factory=factory("logits processor", Favours))]
 
         @hookimpl
-        def specdec_cycle(self, record: CycleRecord) -> Any:
+        def specdec_cycle(self, record):
             return ask("specdec_cycle", lambda: None)
 
     return Plugin()
 
 
 @st.composite
-def faults(draw: st.DrawFn) -> Fault:
+def faults(draw):
     kind = draw(st.sampled_from(sorted(METHODS)))
     method = draw(st.sampled_from(METHODS[kind]))
     name = draw(st.sampled_from(sorted({**RAISED, **ANSWERS.get(method, {})})))
@@ -194,16 +193,16 @@ def faults(draw: st.DrawFn) -> Fault:
 
 
 @pytest.fixture(scope="module")
-def lm() -> Any:
+def lm():
     return specdec.load("demo", drafter="none", depth=0)
 
 
 @pytest.fixture
-def install() -> Iterator[Callable[[Any], None]]:
+def install():
     """``install(plugin)``: the built-in plugins and this one."""
     former = use_registry(None)
 
-    def installed(plugin: Any) -> None:
+    def installed(plugin):
         registry = Registry([*BUILT_INS, plugin], entry_points=())
         use_registry(registry)
 
@@ -211,7 +210,7 @@ def install() -> Iterator[Callable[[Any], None]]:
     use_registry(former)
 
 
-def run(lm: Any, settings: dict[str, Any], *, plain: bool) -> Any:
+def run(lm, settings, *, plain):
     """The session, and the result or the error."""
     session = None
     try:
@@ -235,7 +234,7 @@ def run(lm: Any, settings: dict[str, Any], *, plain: bool) -> Any:
 
 @examples(240)
 @given(fault=faults(), settings=st.sampled_from(SETTINGS))
-def test_a_fault_of_a_plugin_never_changes_the_output_of_strict(lm: Any, fault: Fault, settings: Any) -> None:
+def test_a_fault_of_a_plugin_never_changes_the_output_of_strict(lm, fault, settings):
     former = use_registry(Registry([*BUILT_INS, plugin(Faulty())], entry_points=()))
     try:
         _, truth = run(lm, settings, plain=True)
@@ -265,9 +264,7 @@ def test_a_fault_of_a_plugin_never_changes_the_output_of_strict(lm: Any, fault: 
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_ctrl_c_in_a_plugin_stays_ctrl_c(
-    lm: Any, kind: str, install: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_a_plugin_stays_ctrl_c(lm, kind, install, monkeypatch):
     monkeypatch.setitem(RAISED, "an error", KeyboardInterrupt)
     for method in set(METHODS[kind]) - {"legal"}:  # not called here
         install(plugin(Faulty(Fault(kind, method, "an error"))))
@@ -278,14 +275,14 @@ def test_ctrl_c_in_a_plugin_stays_ctrl_c(
 # --- before the first token ------------------------------------------------------------------------------------------
 
 
-def boom(*_: object) -> Any:
+def boom(*_):
     raise OSError("no licence")
 
 
 class NoOps(Backend):
     name, device, dtypes = "faulty", "none", ("float32",)
 
-    def ops(self, dtype: str) -> Any:
+    def ops(self, dtype):
         raise OSError("no licence")
 
 
@@ -314,14 +311,14 @@ BUILDING: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BUILDING)
-def test_a_failure_while_the_parts_are_built_names_kind_and_method(case: str, install: Callable[[Any], None]) -> None:
+def test_a_failure_while_the_parts_are_built_names_kind_and_method(case, install):
     hook, spec, choices = BUILDING[case]
     kind, _, method = case.rpartition(" ")
 
-    def function(self: object, target_config: Any) -> Any:
+    def function(self, target_config):
         return boom()
 
-    def listed(self: object) -> Any:
+    def listed(self):
         return [spec]
 
     implementation = function if spec is None else listed
@@ -331,11 +328,11 @@ def test_a_failure_while_the_parts_are_built_names_kind_and_method(case: str, in
         specdec.load("demo", **choices)
 
 
-def test_a_verifier_without_a_guarantee_is_refused(install: Callable[[Any], None]) -> None:
+def test_a_verifier_without_a_guarantee_is_refused(install):
     class Plugin:
         @hookimpl
-        def specdec_verifiers(self) -> list[VerifierSpec]:
-            return [VerifierSpec(name="odd", factory=lambda config: object())]  # type: ignore[arg-type, return-value]
+        def specdec_verifiers(self):
+            return [VerifierSpec(name="odd", factory=lambda config: object())]
 
     install(Plugin())
     with pytest.raises(PluginError, match="'odd' failed in factory: AttributeError: .*'guarantee'"):
@@ -345,7 +342,7 @@ def test_a_verifier_without_a_guarantee_is_refused(install: Callable[[Any], None
 # --- targets of another engine ----------------------------------------------------------------------------------------
 
 
-def first_target() -> Any:
+def first_target():
     file = Path(__file__).parent.parent / "examples" / "first_target.py"
     spec = importlib.util.spec_from_file_location("first_target", file)
     assert spec is not None
@@ -370,10 +367,10 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.fixture
-def markov(install: Callable[[Any], None]) -> Any:
+def markov(install):
     class Plugin:
         @hookimpl
-        def specdec_forward_pass(self, target_config: Any) -> Any:
+        def specdec_forward_pass(self, target_config):
             return FIRST.Markov(FIRST.TEXT)
 
     install(Plugin())
@@ -381,10 +378,8 @@ def markov(install: Callable[[Any], None]) -> Any:
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_a_fault_of_a_target_is_named_and_keeps_the_tokens(
-    method: str, markov: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> Any:
+def test_a_fault_of_a_target_is_named_and_keeps_the_tokens(method, markov, monkeypatch):
+    def fails(*_):
         raise OSError("the server is gone")
 
     session = markov.session()
@@ -405,10 +400,10 @@ def test_a_fault_of_a_target_is_named_and_keeps_the_tokens(
         assert [*made, *rest.tokens] == truth
 
 
-def test_logits_that_are_not_finite_end_the_generation(markov: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_not_finite_end_the_generation(markov, monkeypatch):
     decode = markov.target.decode
 
-    def nan(state: Any, tokens: Any) -> Any:
+    def nan(state, tokens):
         rows = np.full_like(decode(state, tokens).logits.rows(), np.nan)
         return ForwardOutput(rows=len(tokens), logits=FIRST.HostLogits(rows))
 

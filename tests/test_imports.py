@@ -1,7 +1,5 @@
 """Imports point one way, down the rooms, and importing specdec is free."""
 
-from __future__ import annotations
-
 from docs._ext import module_map
 from tests.processes import run_python
 
@@ -20,7 +18,7 @@ def test_no_import_points_upward():
 
 def test_no_modules_import_each_other_in_a_circle():
     """Imports inside functions and for type checking count too."""
-    edges: dict[str, set[str]] = {name: set() for name in module_map.modules()}
+    edges = {name: set() for name in module_map.modules()}
     for one in module_map.imports():
         edges[one.importer].add(one.imported)
     assert module_map.circles(edges) == []

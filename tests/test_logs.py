@@ -1,10 +1,7 @@
 """Logging: nothing is printed into a host program; ``-v`` and ``-vv`` say on stderr what was chosen and done."""
 
-from __future__ import annotations
-
 import json
 import logging
-import pathlib
 
 import pytest
 from click.testing import CliRunner
@@ -40,7 +37,7 @@ assert any(failure.name == "broken" for failure in registry().failures)
 
 
 @pytest.fixture
-def host(tmp_path: pathlib.Path) -> dict[str, str]:
+def host(tmp_path):
     """An environment in which a plugin fails to load, and no kernel can be compiled."""
     info = tmp_path / "specdec_broken-1.0.dist-info"
     info.mkdir()
@@ -50,21 +47,21 @@ def host(tmp_path: pathlib.Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{ROOT}:{tmp_path}", "CXX": "/no/such/compiler", "XDG_CACHE_HOME": str(tmp_path)}
 
 
-def test_a_program_that_configures_nothing_sees_nothing(host: dict[str, str]) -> None:
+def test_a_program_that_configures_nothing_sees_nothing(host):
     """A failed plugin, a fallback to slow kernels, a drafter that raises: all of it is in the result alone."""
     done = run_python("-c", EMBEDDED.format(setup=""), env=host)
     assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.slow
-def test_a_program_that_configures_logging_gets_the_events(host: dict[str, str]) -> None:
+def test_a_program_that_configures_logging_gets_the_events(host):
     done = run_python("-c", EMBEDDED.format(setup="import logging; logging.basicConfig(level='INFO')"), env=host)
     assert done.stdout == ""
     for event in ("plugin_failed plugin='broken'", "native_kernels_unavailable", "no draft today", "prefilled"):
         assert event in done.stderr
 
 
-def test_verbose_commands_write_to_stderr_alone() -> None:
+def test_verbose_commands_write_to_stderr_alone():
     command = ("generate", "-p", "def f(", "-n", "6", "-s", "depth.name=fixed", "--json")
     debug, verbose, quiet = (CliRunner().invoke(main, [*flags, *command]) for flags in (("-vv",), ("-v",), ()))
     outputs = [json.loads(done.stdout) for done in (quiet, verbose, debug)]
@@ -76,7 +73,7 @@ def test_verbose_commands_write_to_stderr_alone() -> None:
     assert debug.stderr.count("[debug] cycle position=") == outputs[2]["stats"]["cycles"]
 
 
-def test_a_record_has_the_facts_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_has_the_facts_apart(caplog):
     log = get_logger("specdec.tested")
     with caplog.at_level(logging.INFO, logger="specdec"):
         log.debug("unseen")

@@ -16,7 +16,7 @@ import random
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -54,11 +54,11 @@ class Word(enum.StrEnum):
     ONE = "one"
 
 
-def ignoring(*_: object) -> None:
+def ignoring(*_):
     pass
 
 
-def one_and_two() -> Iterator[int]:
+def one_and_two():
     yield from (1, 2)
 
 
@@ -113,7 +113,7 @@ ODD: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value, kind):
     """Whether a plain value has the declared type. Says nothing about ranges."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
@@ -146,8 +146,8 @@ class Call:
     """A public callable: what to call, with which usual arguments, and what to compare afterwards."""
 
     name: str
-    make: Callable[[Any, pathlib.Path], Callable[..., Any]]
-    usual: Callable[[Any, pathlib.Path], dict[str, Any]] = lambda lm, folder: {}
+    make: Callable[[Any], Callable[..., Any]]
+    usual: Callable[[Any], dict[str, Any]] = lambda lm: {}
     outcome: Callable[[Any], Any] = lambda result: result
     settings: bool = False  # **settings are those of a generation
 
@@ -155,16 +155,16 @@ class Call:
 WIDER = {"stop", "processors", "model", "drafter"}
 
 
-def result_of(result: Any) -> Any:
+def result_of(result):
     return result.tokens, result.text, result.finish_reason
 
 
-def methods(owner: Any, names: Sequence[str], make: Callable[[Any, pathlib.Path], Any], **how: Any) -> Iterable[Call]:
+def methods(owner, names, make, **how):
     for name in names:
-        yield Call(f"{owner.__name__}.{name}", lambda lm, at, n=name: getattr(make(lm, at), n), **how)
+        yield Call(f"{owner.__name__}.{name}", lambda lm, n=name: getattr(make(lm), n), **how)
 
 
-def fed(lm: Any, folder: pathlib.Path) -> Any:
+def fed(lm):
     session = lm.session()
     session.feed([1, 2, 3])
     return session
@@ -173,124 +173,92 @@ def fed(lm: Any, folder: pathlib.Path) -> Any:
 CALLS = [
     Call(
         "load",
-        lambda lm, at: specdec.load,
-        lambda lm, at: {"model": lm.config.target.model, "drafter": "none"},
+        lambda lm: specdec.load,
+        lambda lm: {"model": lm.config.target.model, "drafter": "none"},
         outcome=lambda lm: lm.config,
     ),
-    Call("load_config", lambda lm, at: load_config),
+    Call("load_config", lambda lm: load_config),
     Call(
         "inspect_checkpoint",
-        lambda lm, at: specdec.inspect_checkpoint,
-        lambda lm, at: {"model": lm.config.target.model},
+        lambda lm: specdec.inspect_checkpoint,
+        lambda lm: {"model": lm.config.target.model},
         outcome=lambda report: report.to_dict(),
     ),
-    Call(
-        "LanguageModel.generate",
-        lambda lm, at: lm.generate,
-        lambda lm, at: {"prompt": "the", "max_new_tokens": 2},
-        outcome=result_of,
-        settings=True,
+    Call("LanguageModel.encode", lambda lm: lm.encode),
+    *(
+        Call(name, make, lambda lm, usual=usual: {**usual, "max_new_tokens": 2}, outcome, settings=True)
+        for name, make, usual, outcome in (
+            ("LanguageModel.generate", lambda lm: lm.generate, {"prompt": "the"}, result_of),
+            ("LanguageModel.stream", lambda lm: lm.stream, {"prompt": "the"}, lambda stream: result_of(stream.result)),
+            (
+                "LanguageModel.generate_batch",
+                lambda lm: lm.generate_batch,
+                {"prompts": ["the"]},
+                lambda results: [*map(result_of, results)],
+            ),
+            ("Session.generate", lambda lm: fed(lm).generate, {}, result_of),
+            (
+                "Conversation.ask",
+                lambda lm: Conversation(lm).ask,
+                {"text": "x"},
+                lambda answer: result_of(answer.result),
+            ),
+        )
     ),
-    Call(
-        "LanguageModel.stream",
-        lambda lm, at: lm.stream,
-        lambda lm, at: {"prompt": "the", "max_new_tokens": 2},
-        outcome=lambda stream: result_of(stream.result),
-        settings=True,
-    ),
-    Call(
-        "LanguageModel.generate_batch",
-        lambda lm, at: lm.generate_batch,
-        lambda lm, at: {"prompts": ["the"], "max_new_tokens": 2},
-        outcome=lambda results: [*map(result_of, results)],
-        settings=True,
-    ),
-    Call("LanguageModel.encode", lambda lm, at: lm.encode),
-    Call(
-        "Session.generate",
-        lambda lm, at: fed(lm, at).generate,
-        lambda lm, at: {"max_new_tokens": 2},
-        outcome=result_of,
-        settings=True,
-    ),
-    *methods(specdec.Session, ["feed", "set_prompt", "rewind"], fed),
-    Call("Session.save", lambda lm, at: fed(lm, at).save),
-    Call("Session.load", lambda lm, at: fed(lm, at).load),
-    Call("Conversation", lambda lm, at: Conversation, lambda lm, at: {"lm": lm}, outcome=lambda talk: talk.messages),
-    Call(
-        "Conversation.ask",
-        lambda lm, at: Conversation(lm).ask,
-        lambda lm, at: {"text": "x", "max_new_tokens": 2},
-        outcome=lambda answer: result_of(answer.result),
-        settings=True,
-    ),
-    Call("Conversation.rewind", lambda lm, at: Conversation(lm).rewind),
-    *methods(specdec.text.Tokenizer, ["encode"], lambda lm, at: lm.tokenizer, usual=lambda lm, at: {"text": "the"}),
-    *methods(specdec.text.Tokenizer, ["decode"], lambda lm, at: lm.tokenizer, usual=lambda lm, at: {"ids": [1]}),
+    *methods(specdec.Session, ["feed", "set_prompt", "rewind", "save", "load"], fed),
+    Call("Conversation", lambda lm: Conversation, lambda lm: {"lm": lm}, outcome=lambda talk: talk.messages),
+    Call("Conversation.rewind", lambda lm: Conversation(lm).rewind),
+    *methods(specdec.text.Tokenizer, ["encode"], lambda lm: lm.tokenizer, usual=lambda lm: {"text": "the"}),
+    *methods(specdec.text.Tokenizer, ["decode"], lambda lm: lm.tokenizer, usual=lambda lm: {"ids": [1]}),
     *methods(
         specdec.text.Tokenizer,
         ["apply_chat_template"],
-        lambda lm, at: lm.tokenizer,
-        usual=lambda lm, at: {"messages": [{"role": "user", "content": "x"}]},
+        lambda lm: lm.tokenizer,
+        usual=lambda lm: {"messages": [{"role": "user", "content": "x"}]},
     ),
-    Call("RunConfig", lambda lm, at: RunConfig),
-    Call("GenerationConfig", lambda lm, at: GenerationConfig),
-    Call("TargetConfig", lambda lm, at: TargetConfig),
-    Call("Choice", lambda lm, at: Choice, lambda lm, at: {"name": "x"}),
-    Call("Override", lambda lm, at: Override, lambda lm, at: {"path": ("a",), "value": 1, "source": ""}),
-    Call("Override.parse", lambda lm, at: Override.parse),
-    Call("Sampling", lambda lm, at: Sampling),
+    *(
+        Call(kind.__name__, lambda lm, kind=kind: kind)
+        for kind in (RunConfig, GenerationConfig, TargetConfig, Sampling)
+    ),
+    Call("Choice", lambda lm: Choice, lambda lm: {"name": "x"}),
+    Call("Override", lambda lm: Override, lambda lm: {"path": ("a",), "value": 1, "source": ""}),
+    Call("Override.parse", lambda lm: Override.parse),
     *methods(
         type(registry()),
         ["drafter", "verifier", "depth_policy", "processor", "backend", "model"],
-        lambda lm, at: registry(),
-        usual=lambda lm, at: {"name": "no such name", "model_type": "no such type"},
+        lambda lm: registry(),
+        usual=lambda lm: {"name": "no such name", "model_type": "no such type"},
     ),
-    *methods(type(registry()), ["entries", "has_distribution"], lambda lm, at: registry()),
-    Call("load_prompts", lambda lm, at: load_prompts, lambda lm, at: {"path": FOLDER / "copy.jsonl"}),
-    Call("choose_prompts", lambda lm, at: choose_prompts, lambda lm, at: {"prompts": own_prompts()}),
-    Call(
-        "AcceptanceMeasurement",
-        lambda lm, at: AcceptanceMeasurement,
-        lambda lm, at: {"lm": lm, "prompts": {}},
-        outcome=lambda made: None,
-        settings=True,
+    *methods(type(registry()), ["entries", "has_distribution"], lambda lm: registry()),
+    Call("load_prompts", lambda lm: load_prompts, lambda lm: {"path": FOLDER / "copy.jsonl"}),
+    Call("choose_prompts", lambda lm: choose_prompts, lambda lm: {"prompts": own_prompts()}),
+    *(
+        Call(kind.__name__, lambda lm, kind=kind: kind, lambda lm: {"lm": lm, "prompts": {}}, lambda made: None, True)
+        for kind in (AcceptanceMeasurement, BenchMeasurement)
     ),
-    Call(
-        "BenchMeasurement",
-        lambda lm, at: BenchMeasurement,
-        lambda lm, at: {"lm": lm, "prompts": {}},
-        outcome=lambda made: None,
-        settings=True,
+    *(
+        Call(check.__name__, lambda lm, check=check: check, lambda lm, usual=usual: usual, lambda report: report.name)
+        for check, usual in (
+            (check_plugin, {"plugin": "fixed", "only": []}),
+            (check_subjects, {"name": "x", "subjects": {}}),
+        )
     ),
-    Call(
-        "check_plugin",
-        lambda lm, at: check_plugin,
-        lambda lm, at: {"plugin": "fixed", "only": []},
-        outcome=lambda report: report.name,
-    ),
-    Call(
-        "check_subjects",
-        lambda lm, at: check_subjects,
-        lambda lm, at: {"name": "x", "subjects": {}},
-        outcome=lambda report: report.name,
-    ),
-    Call("Run", lambda lm, at: Run, outcome=lambda run: (run.seed, run.effort)),
+    Call("Run", lambda lm: Run, outcome=lambda run: (run.seed, run.effort)),
 ]
 
 
 @pytest.fixture(scope="module")
-def lm(checkpoint: Callable[..., pathlib.Path]) -> Iterator[Any]:
+def lm(checkpoint):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECDEC_CPU_KERNELS", "torch")
         yield specdec.load(checkpoint("qwen3_5", **tiny.HYBRID), dtype="float32", drafter="ngram", depth=2)
 
 
-def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
+def parameters(call, target):
     """The annotation of every parameter."""
-    function: Any = inspect.unwrap(target)
+    function = inspect.unwrap(target)
     if inspect.isclass(function):
-        owner: Any = function.__init__ if not attrs.has(function) else function
+        owner = function.__init__ if not attrs.has(function) else function
     else:
         owner = getattr(function, "__func__", function)
     hints = typing.get_type_hints(inspect.unwrap(owner), include_extras=True)
@@ -308,28 +276,26 @@ def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", [pytest.param(64, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_an_odd_value_is_refused_or_means_the_plain_one(
-    call: Call, share: int, lm: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_value_is_refused_or_means_the_plain_one(call, share, lm, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     wrong = []
-    pairs = [(parameter, odd) for parameter in parameters(call, call.make(lm, tmp_path)) for odd in ODD]
-    kinds = parameters(call, call.make(lm, tmp_path))
+    kinds = parameters(call, call.make(lm))
+    pairs = [(parameter, odd) for parameter in kinds for odd in ODD]
     for parameter, odd in random.Random(call.name).sample(pairs, len(pairs) // share):
-        complaint = tried(call, parameter, kinds[parameter], odd, lm, tmp_path)
+        complaint = tried(call, parameter, kinds[parameter], odd, lm)
         if complaint:
             wrong.append(f"{call.name}({parameter}={odd}): {complaint}")
     assert not wrong, "\n".join([f"{len(wrong)} calls", *wrong])
 
 
-def tried(call: Call, parameter: str, kind: Any, odd: str, lm: Any, folder: pathlib.Path) -> str | None:
+def tried(call, parameter, kind, odd, lm):
     make, plain = ODD[odd]
 
-    def outcome(value: Any) -> Any:
-        target = call.make(lm, folder)
-        given = {**({"seed": 1} if call.settings else {}), **call.usual(lm, folder), parameter: value}
+    def outcome(value):
+        target = call.make(lm)
+        given = {**({"seed": 1} if call.settings else {}), **call.usual(lm), parameter: value}
         known = inspect.signature(target).parameters
         return call.outcome(target(**{name: one for name, one in given.items() if name in known or call.settings}))
 

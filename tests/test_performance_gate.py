@@ -1,9 +1,6 @@
 """The performance gate: its verdict by hand, and a run of it against this very commit."""
 
-from __future__ import annotations
-
 import json
-import pathlib
 import subprocess
 
 import pytest
@@ -15,7 +12,7 @@ from tests.processes import ROOT, run_python
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
 @pytest.mark.parametrize(("threshold", "status"), [("1000", 0), ("-0.999", 1)])
-def test_it_runs_against_this_commit(threshold: str, status: int, tmp_path: pathlib.Path) -> None:
+def test_it_runs_against_this_commit(threshold, status, tmp_path):
     file = tmp_path / "gate.json"
     options = ("--commit", "HEAD", "--rounds", "1", "--tokens", "8", "--prompt", "16", "--json", file)
     done = run_python("-m", "benchmarks.gate", *options, "--threshold", threshold, cwd=ROOT, status=status)

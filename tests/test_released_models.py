@@ -1,7 +1,5 @@
 """The page of released models says what was measured, and fetched files are checked by their digests."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import zipfile

@@ -70,29 +70,21 @@ PARALLEL = {
 }
 TWO = {"num_hidden_layers": 2}
 MIXED = TWO | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
-BLOCK: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
-    "dflash": (DFlashSpeculatorConfig, DFlashDraftModel, TWO, {}),
-    "dflash-reduced": (DFlashSpeculatorConfig, DFlashDraftModel, TWO, REDUCED),
-    "dflash-bias": (DFlashSpeculatorConfig, DFlashDraftModel, {"attention_bias": True}, {}),
-    "dflash-window": (DFlashSpeculatorConfig, DFlashDraftModel, MIXED, {}),
-    "dflash-window-both": (DFlashSpeculatorConfig, DFlashDraftModel, MIXED, {"sliding_window_non_causal": True}),
-    "dflash-anchor": (DFlashSpeculatorConfig, DFlashDraftModel, {}, {"sample_from_anchor": True}),
-    "dspark": (DSparkSpeculatorConfig, DSparkDraftModel, TWO, {"markov_rank": 6}),
-    "dspark-reduced": (DSparkSpeculatorConfig, DSparkDraftModel, {}, REDUCED | {"markov_rank": 6}),
-    "dspark-gated": (DSparkSpeculatorConfig, DSparkDraftModel, {}, {"markov_rank": 6, "markov_head_type": "gated"}),
-    "dspark-rnn": (DSparkSpeculatorConfig, DSparkDraftModel, {}, {"markov_rank": 6, "markov_head_type": "rnn"}),
-    "dspark-mask-rows": (
-        DSparkSpeculatorConfig,
-        DSparkDraftModel,
-        {},
-        {"markov_rank": 6, "sample_from_anchor": False, "enable_confidence_head": False},
-    ),
-    "dspark-no-markov-confidence": (
-        DSparkSpeculatorConfig,
-        DSparkDraftModel,
-        {},
-        {"markov_rank": 6, "confidence_head_with_markov": False},
-    ),
+MARKOV = {"markov_rank": 6}
+CLASSES = {"dflash": (DFlashSpeculatorConfig, DFlashDraftModel), "dspark": (DSparkSpeculatorConfig, DSparkDraftModel)}
+BLOCK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dflash": (TWO, {}),
+    "dflash-reduced": (TWO, REDUCED),
+    "dflash-bias": ({"attention_bias": True}, {}),
+    "dflash-window": (MIXED, {}),
+    "dflash-window-both": (MIXED, {"sliding_window_non_causal": True}),
+    "dflash-anchor": ({}, {"sample_from_anchor": True}),
+    "dspark": (TWO, MARKOV),
+    "dspark-reduced": ({}, REDUCED | MARKOV),
+    "dspark-gated": ({}, MARKOV | {"markov_head_type": "gated"}),
+    "dspark-rnn": ({}, MARKOV | {"markov_head_type": "rnn"}),
+    "dspark-mask-rows": ({}, MARKOV | {"sample_from_anchor": False, "enable_confidence_head": False}),
+    "dspark-no-markov-confidence": ({}, MARKOV | {"confidence_head_with_markov": False}),
 }
 
 
@@ -139,7 +131,7 @@ def watch(module: torch.nn.Module, kept: list[torch.Tensor]) -> Any:
     return module.register_forward_hook(lambda *call: kept.append(call[-1].detach()[0]))
 
 
-def save(folder: Path, model: Any, expected: dict[str, torch.Tensor]) -> None:
+def save(folder: Path, model: Any, **expected: torch.Tensor) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -188,11 +180,7 @@ def eagle(name: str, folder: Path, seed: int) -> None:
             ids[row + 1 + step] = drafted[-1]
         drafts.append(drafted)
         scores.append(torch.stack(found))
-    save(
-        folder,
-        model,
-        {"tokens": tokens, "states": states, "drafts": torch.tensor(drafts), "logits": torch.stack(scores)},
-    )
+    save(folder, model, tokens=tokens, states=states, drafts=torch.tensor(drafts), logits=torch.stack(scores))
 
 
 def whole_rollouts(seq_length: int, num_depths: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,16 +227,12 @@ def parallel(name: str, folder: Path, seed: int) -> None:
         found = torch.stack([logits[0][start + end - 1] for start in starts])
         drafts.append([mapped(model, int(row.argmax())) for row in found])
         scores.append(found)
-    save(
-        folder,
-        model,
-        {"tokens": tokens, "states": states, "drafts": torch.tensor(drafts), "logits": torch.stack(scores)},
-    )
+    save(folder, model, tokens=tokens, states=states, drafts=torch.tensor(drafts), logits=torch.stack(scores))
 
 
 @torch.no_grad()
 def block(name: str, folder: Path, seed: int) -> None:
-    config_class, model_class, layer, switches = BLOCK[name]
+    (config_class, model_class), (layer, switches) = CLASSES[name.split("-")[0]], BLOCK[name]
     switches = {"draft_vocab_size": VOCAB, "aux_hidden_state_layer_ids": IDS} | switches
     model = model_class(
         config_class(
@@ -298,8 +282,8 @@ def block(name: str, folder: Path, seed: int) -> None:
         drafts.append(chosen[1:])
         scores.append(torch.stack(found))
         sure.append(torch.stack(confidence) if confidence else torch.zeros(0))
-    expected = {"tokens": tokens, "states": states, "drafts": torch.tensor(drafts), "logits": torch.stack(scores)}
-    save(folder, model, expected | {"confidence": torch.stack(sure)})
+    expected = {"drafts": torch.tensor(drafts), "logits": torch.stack(scores), "confidence": torch.stack(sure)}
+    save(folder, model, tokens=tokens, states=states, **expected)
 
 
 def main() -> None:

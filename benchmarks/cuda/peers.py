@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.cuda.models import Model, prompt_of
-from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, Shape
+from benchmarks.cuda.shapes import Shape
 from benchmarks.cuda.timing import Lab
 from benchmarks.cuda.weights import MadeWeights
 from specdec.measuring.runs import generate
@@ -146,5 +146,4 @@ def beside_transformers(
         best = max(out["settings"], key=lambda name: out["settings"][name]["tokens_per_second"]["theirs"])
         out["best_setting"] = best
         out["ratio"] = out["settings"][best]["ratio"]
-        out["targets"] = dict(AGAINST_TRANSFORMERS)
     write()

@@ -1,4 +1,4 @@
-"""Benchmarked shapes, the bytes that their passes read, and targets for them.
+"""Benchmarked shapes, the bytes that their passes read, and what the cost of a cycle's parts makes of speculation.
 
 A pass of T rows reads every matrix once, the context's keys and values once, and the recurrent states once; it writes
 the states T times (one state is kept per row, so that rollback is free).
@@ -14,66 +14,39 @@ from typing import Any
 import attrs
 
 from benchmarks.common import qwen3_5_config
+from specdec.measuring.speed_model import expected_tokens
 from specdec.measuring.synthetic import PROFILES
 
-CONTEXT = 2048
-DRAFT_ROWS = 32768  # rows of a pruned draft head
 DEPTHS = (1, 2, 3, 4)  # as far as the profile "mixed" was published
-
-
-@attrs.frozen(kw_only=True)
-class Targets:
-    """Targets of a shape: minimum fractions and speed-ups, maximum ratios. None: no target."""
-
-    decode_of_bound: float | None = None
-    verify_4: float | None = None
-    draft: float | None = None
-    speedup: float | None = None
+IDENTITY = 0.03  # allowed deviation of a generation from the sum of its parts
+PROFILE = PROFILES["mixed"]
 
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """A Qwen3.5 shape."""
+    """A Qwen3.5 shape: the keys of its config that differ from the 0.8B model's."""
 
     name: str
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    value_heads: int
-    tied: bool
-    key_heads: int = 16
-    linear_dim: int = 128
-    head_dim: int = 256
-    vocabulary: int = 248320
-    draft_rows: int = DRAFT_ROWS
-    context: int = CONTEXT
-    targets: Targets = Targets()
+    keys: Mapping[str, Any] = attrs.field(factory=dict)
+    draft_rows: int = 32768  # of a pruned draft head
+    context: int = 2048
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """``config.json`` of a checkpoint of this shape: every fourth layer attends; of fewer than four, the last."""
+        config = qwen3_5_config(max_position_embeddings=32768, **self.keys)
+        layers = config["num_hidden_layers"]
+        every = min(4, layers)
+        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+        return config | {"layer_types": kinds}
 
     @property
-    def config(self) -> dict[str, Any]:
-        """``config.json`` of a checkpoint of this shape."""
-        config = qwen3_5_config(
-            hidden=self.hidden,
-            layers=self.layers,
-            intermediate=self.intermediate,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            key_heads=self.key_heads,
-            value_heads=self.value_heads,
-            linear_dim=self.linear_dim,
-            vocab=self.vocabulary,
-            tied=self.tied,
-            max_positions=32768,
-        )
-        return config | {"layer_types": self._layer_types()}
+    def hidden(self) -> int:
+        return int(self.config["hidden_size"])
 
-    def _layer_types(self) -> list[str]:
-        """Every fourth layer attends; with fewer than four, the last one does."""
-        every = min(4, self.layers)
-        return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(self.layers)]
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
 
     @functools.cached_property
     def family(self) -> Any:
@@ -90,14 +63,6 @@ class Shape:
 
         return {name: spec.shape for name, spec in dry_run(registry().model("qwen3_5"), self.family).tensors.items()}
 
-    @property
-    def attention_layers(self) -> int:
-        return int(self.family.layer_types.count("full_attention"))
-
-    @property
-    def delta_layers(self) -> int:
-        return self.layers - self.attention_layers
-
     # --- bytes -------------------------------------------------------------------------------------------------------
 
     def _values(self, *, mtp: bool) -> int:
@@ -108,86 +73,43 @@ class Shape:
             if name.startswith("mtp.") is mtp and not name.startswith(aside)
         )
 
-    @property
-    def head_bytes(self) -> int:
-        return 2 * self.vocabulary * self.hidden
+    def _kv_bytes(self, layers: int) -> int:
+        return self.context * layers * 2 * self.config["num_key_value_heads"] * self.config["head_dim"] * 2
 
-    def kv_bytes(self, context: int, layers: int) -> int:
-        return context * layers * 2 * self.kv_heads * self.head_dim * 2
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all recurrent states, once."""
-        return self.delta_layers * self.value_heads * self.linear_dim**2 * 4
-
-    def pass_bytes(self, rows: int, context: int | None = None) -> int:
+    def pass_bytes(self, rows: int) -> int:
         """Bytes that a target pass of ``rows`` rows must move, with its head."""
-        at = self.context if context is None else context
-        matrices = 2 * self._values(mtp=False) + self.head_bytes
-        return matrices + self.kv_bytes(at, self.attention_layers) + (1 + rows) * self.state_bytes
+        kinds = self.config["layer_types"]
+        state = self.config["linear_num_value_heads"] * self.config["linear_value_head_dim"] ** 2 * 4
+        states = (1 + rows) * kinds.count("linear_attention") * state
+        matrices = 2 * (self._values(mtp=False) + self.vocabulary * self.hidden)
+        return int(matrices + self._kv_bytes(kinds.count("full_attention")) + states)
 
-    def draft_bytes(self, head_rows: int, context: int | None = None) -> int:
+    def draft_bytes(self, head_rows: int) -> int:
         """Bytes that one MTP step must move."""
-        at = self.context if context is None else context
-        return 2 * self._values(mtp=True) + 2 * head_rows * self.hidden + self.kv_bytes(at, 1)
+        return 2 * self._values(mtp=True) + 2 * head_rows * self.hidden + self._kv_bytes(1)
 
 
+_WIDE = {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32}
 SHAPES = {
-    "0.8b": Shape(
-        name="0.8b",
-        hidden=1024,
-        layers=24,
-        intermediate=3584,
-        heads=8,
-        kv_heads=2,
-        value_heads=16,
-        tied=True,
-        targets=Targets(decode_of_bound=0.55, verify_4=1.12, draft=0.12, speedup=1.4),
-    ),
-    "4b": Shape(
-        name="4b",
-        hidden=2560,
-        layers=32,
-        intermediate=9216,
-        heads=16,
-        kv_heads=4,
-        value_heads=32,
-        tied=True,
-        targets=Targets(decode_of_bound=0.80, verify_4=1.08, draft=0.07, speedup=2.0),
-    ),
+    "0.8b": Shape(name="0.8b"),
+    "4b": Shape(name="4b", keys={"hidden_size": 2560, "intermediate_size": 9216, **_WIDE}),
     "9b": Shape(
-        name="9b",
-        hidden=4096,
-        layers=32,
-        intermediate=12288,
-        heads=16,
-        kv_heads=4,
-        value_heads=32,
-        tied=False,
-        targets=Targets(decode_of_bound=0.85, verify_4=1.06, draft=0.065, speedup=2.1),
+        name="9b", keys={"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False, **_WIDE}
     ),
 }
+_ONE = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+_SIXTEEN = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
 TOY = Shape(
     name="toy",
-    hidden=32,
-    layers=2,
-    intermediate=48,
-    heads=1,
-    kv_heads=1,
-    value_heads=1,
-    key_heads=1,
-    linear_dim=16,
-    head_dim=16,
-    vocabulary=96,
-    tied=True,
+    keys={
+        **{"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 96},
+        **dict.fromkeys(_ONE, 1),
+        **dict.fromkeys(_SIXTEEN, 16),
+    },
     draft_rows=48,
     context=3,
 )
 """For runs without a device: all layer kinds, minimal sizes."""
-
-AGAINST_TRANSFORMERS = {"speculative": 5.0, "plain": 2.0}
-IDENTITY = 0.03  # allowed deviation of a generation from the sum of its parts
-PROFILE = PROFILES["mixed"]
 
 
 # --- speed-ups -------------------------------------------------------------------------------------------------------
@@ -213,8 +135,6 @@ class Costs:
 
     def speedup(self, depth: int, cumulative: Sequence[float] = PROFILE) -> float:
         """Tokens per second at ``depth``, relative to plain decoding."""
-        from specdec.measuring.speed_model import expected_tokens
-
         return expected_tokens(conditional(cumulative, depth)) * self.decode / self.cycle(depth)
 
     def best(self, cumulative: Sequence[float] = PROFILE) -> tuple[int, float]:

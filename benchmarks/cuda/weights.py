@@ -106,7 +106,7 @@ class MadeWeights:
     def _agreeing(self, name: str, size: tuple[int, ...]) -> Tensor | None:
         """The tensors that make the next token a function of the last; None for all others."""
         hidden = self._shape.hidden
-        last = f"layers.{self._shape.layers - 1}."
+        last = f"layers.{len(self._shape.config['layer_types']) - 1}."
         if name.startswith(("mtp.layers.0.mlp.", f"{last}mlp.")):
             return self._mlp(name.rsplit("mlp.", 1)[1], size)
         if name in ("mtp.layers.0.post_attention_layernorm.weight", f"{last}post_attention_layernorm.weight"):
@@ -153,10 +153,10 @@ class MadeWeights:
     def agreement(self, noise: float) -> float:
         """The share of tokens whose successor the head finds, at that noise."""
         embed = self["embed_tokens.weight"][: self._shape.draft_rows]
-        head = embed if self._shape.tied else self["lm_head.weight"][: self._shape.draft_rows]
+        head = embed if self._shape.config["tie_word_embeddings"] else self["lm_head.weight"][: self._shape.draft_rows]
         tried = embed[:: max(1, len(embed) // _TRIED)]
         names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-        last = f"layers.{self._shape.layers - 1}.mlp."
+        last = f"layers.{len(self._shape.config['layer_types']) - 1}.mlp."
         gate, up, down = (self[last + name] for name in names)
         normed = _rms(tried)
         mixed = _rms(tried + (F.silu(normed @ gate.T) * (normed @ up.T)) @ down.T)

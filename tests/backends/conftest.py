@@ -1,16 +1,10 @@
 """Which backend a load would run on, without building it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 import pytest
 
 from specdec.backends import Backend
 from specdec.backends import choice as backend_choice
-from specdec.contract import BackendSpec
 from specdec.registry import Registry
 
 
@@ -19,21 +13,21 @@ class NotBuilt(Backend):
 
     device, dtypes = "none", ("float32",)
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
 
-    def ops(self, dtype: str) -> Any: ...
+    def ops(self, dtype): ...
 
 
 @pytest.fixture
-def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
+def choice(monkeypatch):
     """``choice(name="auto")``: the backend that would be built, and the notices."""
     original = Registry.backend
 
-    def not_built(self: Registry, name: str, **source: Any) -> BackendSpec:
+    def not_built(self, name, **source):
         return attrs.evolve(original(self, name, **source), factory=lambda config: NotBuilt(name))
 
-    def choose(name: str = "auto") -> tuple[str, list[str]]:
+    def choose(name="auto"):
         with monkeypatch.context() as patch:
             patch.setattr(Registry, "backend", not_built)
             backend, notices = backend_choice.make_backend(name)

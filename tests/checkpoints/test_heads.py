@@ -1,13 +1,8 @@
 """MTP heads outside the listed weights: found, named and checked; one that is missing refuses only ``mtp``."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +22,11 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3"]
 Tensors = dict[str, torch.Tensor]
 
 
-def written(folder: Path, family: str = "qwen3_5", **shape: Any) -> Path:
+def written(folder, family="qwen3_5", **shape):
     return tiny.WRITERS[family](folder, **shape)
 
 
-def split(folder: Path, family: str = "qwen3_5") -> tuple[Tensors, Tensors]:
+def split(folder, family="qwen3_5"):
     """The tensors of a checkpoint without its head, and those of the head; only the former stay in the folder."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -44,13 +39,13 @@ def split(folder: Path, family: str = "qwen3_5") -> tuple[Tensors, Tensors]:
     return rest, head
 
 
-def loaded(folder: Path, mtp: Path | str | None = None, **options: Any) -> Any:
+def loaded(folder, mtp=None, **options):
     target = {"model": str(folder), "dtype": "float32"} | ({} if mtp is None else {"mtp": str(mtp)})
     config = RunConfig(target=TargetConfig(**target))
     return specdec.load(config=config, depth=2, **options)
 
 
-def drafts(lm: Any) -> tuple[list[int], list[int]]:
+def drafts(lm):
     """Output, and how many drafts were accepted at each position."""
     result = lm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     assert result.stats.offered[0] > 0
@@ -58,7 +53,7 @@ def drafts(lm: Any) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_a_head_drafts_alike_wherever_it_lies(family: str, tmp_path: Path) -> None:
+def test_a_head_drafts_alike_wherever_it_lies(family, tmp_path):
     """Listed, beside the weights, in a file of its own, in a folder of its own, or in the original checkpoint."""
     shape = next((s for s in SHAPES.get(family, {}).values() if s.get("mtp", True)), {})
     whole, stripped = written(tmp_path / "whole", family, **shape), written(tmp_path / "stripped", family, **shape)
@@ -84,7 +79,7 @@ def test_a_head_drafts_alike_wherever_it_lies(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family: str, tmp_path: Path) -> None:
+def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family, tmp_path):
     folder = written(tmp_path / "model", family)
     plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens
     split(folder, family)
@@ -105,11 +100,11 @@ def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family: str, tmp
     assert report.missing == []
 
 
-def broken(name: str, folder: Path) -> Mapping[str, torch.Tensor]:
+def broken(name, folder):
     """An ``mtp.safetensors`` that cannot be used."""
     _, head = split(folder)
     norm, fc = "mtp.norm.weight", "mtp.fc.weight"
-    changes: dict[str, Callable[[], Mapping[str, torch.Tensor]]] = {
+    changes = {
         "another model": lambda: load_file(written(folder.parent / "other", hidden=64) / "model.safetensors"),
         "half": lambda: {key: tensor for key, tensor in head.items() if key != fc},
         "nan": lambda: head | {norm: torch.full_like(head[norm], torch.nan)},
@@ -131,7 +126,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_an_unusable_head_says_why_and_costs_nothing_else(name: str, tmp_path: Path) -> None:
+def test_an_unusable_head_says_why_and_costs_nothing_else(name, tmp_path):
     folder = written(tmp_path / "model")
     plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
     head = broken(name, folder)
@@ -149,7 +144,7 @@ def test_an_unusable_head_says_why_and_costs_nothing_else(name: str, tmp_path: P
     assert REASONS[name] in str(caught.value)
 
 
-def test_the_vocabulary_of_another_model_is_refused_with_both_figures(tmp_path: Path) -> None:
+def test_the_vocabulary_of_another_model_is_refused_with_both_figures(tmp_path):
     folder, other = written(tmp_path / "model"), written(tmp_path / "other", vocab=300)
     with pytest.raises(CheckpointError, match="its vocab_size is 300, this model's is 277"):
         loaded(folder, other)
@@ -159,7 +154,7 @@ def test_the_vocabulary_of_another_model_is_refused_with_both_figures(tmp_path: 
         loaded(folder, tmp_path / "head.safetensors")
 
 
-def test_a_named_head_takes_the_place_of_the_own_one(tmp_path: Path) -> None:
+def test_a_named_head_takes_the_place_of_the_own_one(tmp_path):
     folder, other = written(tmp_path / "model"), written(tmp_path / "other", seed=1)
     twin = written(tmp_path / "twin")
     rest, _ = split(twin)
@@ -175,7 +170,7 @@ def test_a_named_head_takes_the_place_of_the_own_one(tmp_path: Path) -> None:
     assert lm.info.mtp_reason == ""
 
 
-def test_a_path_that_is_nothing_and_a_family_without_heads(tmp_path: Path) -> None:
+def test_a_path_that_is_nothing_and_a_family_without_heads(tmp_path):
     folder = written(tmp_path / "model")
     with pytest.raises(CheckpointError, match="target.mtp names no file or folder"):
         loaded(folder, tmp_path / "nowhere")
@@ -187,7 +182,7 @@ def test_a_path_that_is_nothing_and_a_family_without_heads(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sections", [[11, 11, 10], [1, 0, 0], [2, 1, 1], [-1, 3, 0], "2", [2.0]])
-def test_sections_that_do_not_fit_the_rotated_width_are_refused(sections: Any, tmp_path: Path) -> None:
+def test_sections_that_do_not_fit_the_rotated_width_are_refused(sections, tmp_path):
     folder = written(tmp_path / "model")
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     tiny.edit_config(folder, rope_parameters=rope | {"mrope_section": sections})
@@ -211,7 +206,7 @@ def test_sections_that_do_not_fit_the_rotated_width_are_refused(sections: Any, t
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, False),
     ],
 )
-def test_a_config_that_says_packed_over_plain_tensors(section: dict[str, Any], refused: bool, tmp_path: Path) -> None:
+def test_a_config_that_says_packed_over_plain_tensors(section, refused, tmp_path):
     folder = written(tmp_path / "model", dtype="bfloat16")
     tiny.edit_config(folder, quantization_config=section)
     if not refused:
@@ -227,7 +222,7 @@ def test_a_config_that_says_packed_over_plain_tensors(section: dict[str, Any], r
 @pytest.mark.parametrize(
     "seeds", cases([range(25), range(25, 300)], sample=1, mark="slow", name=lambda seeds: f"{seeds.start}-{seeds.stop}")
 )
-def test_a_mutated_head_is_used_or_says_why_and_never_changes_the_output(seeds: range, tmp_path: Path) -> None:
+def test_a_mutated_head_is_used_or_says_why_and_never_changes_the_output(seeds, tmp_path):
     folder = written(tmp_path / "model")
     plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
     _, head = split(folder)

@@ -1,10 +1,6 @@
 """Finding a checkpoint: every wrong place is refused with what is there and what would work."""
 
-from __future__ import annotations
-
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -14,44 +10,44 @@ from specdec.checkpoints import locate
 from specdec.errors import CheckpointError
 
 
-def folder_of(path: Path, *files: str) -> Path:
+def folder_of(path, *files):
     path.mkdir(parents=True)
     for file in files:
         (path / file).write_bytes(b"{}")
     return path
 
 
-def refusal(model: str, **options: Any) -> CheckpointError:
+def refusal(model, **options):
     with pytest.raises(CheckpointError) as caught:
         locate(model, **options)
     return caught.value
 
 
-def test_demo_is_the_embedded_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_is_the_embedded_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "files", lambda _: tmp_path)
     assert "not part of this installation" in str(refusal("demo"))
     folder_of(tmp_path / "demo", "config.json")
     assert locate("demo") == tmp_path / "demo"
 
 
-def test_a_misspelt_folder_names_its_nearest_sibling(tmp_path: Path) -> None:
+def test_a_misspelt_folder_names_its_nearest_sibling(tmp_path):
     folder_of(tmp_path / "Qwen3.5-4B", "config.json")
     assert str(tmp_path / "Qwen3.5-4B") in refusal(str(tmp_path / "Qwen3.5-4b")).message
     assert str(tmp_path) in str(refusal(str(tmp_path / "a" / "b" / "c")))  # how far the path exists
 
 
 @pytest.mark.parametrize("model", ["./nothing", "../nothing/x", "~/nothing-here", "a/b/c", "nothing", "/nothing/x", ""])
-def test_paths_never_go_to_the_hub(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_never_go_to_the_hub(model, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     assert refusal(model).facts["try"]
 
 
-def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+def test_a_file_is_not_a_folder(tmp_path):
     file = folder_of(tmp_path / "m", "model.safetensors") / "model.safetensors"
     assert str(file.parent) in refusal(str(file)).facts["try"]
 
 
-def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path: Path) -> None:
+def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path):
     folder = folder_of(tmp_path / "m", "x-00001-of-00002.gguf", "x-00002-of-00002.gguf")
     first = folder / "x-00001-of-00002.gguf"
     assert locate(str(first)) == locate(str(folder)) == first
@@ -60,7 +56,7 @@ def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rest", ["", "/", "/tree/main?x=1"])
-def test_a_url_is_refused_with_the_id_in_it(rest: str) -> None:
+def test_a_url_is_refused_with_the_id_in_it(rest):
     error = refusal(f"https://huggingface.co/Qwen/Qwen3-4B{rest}")
     assert "is a URL, not a model" in error.message
     assert error.facts["try"] == "Qwen/Qwen3-4B"
@@ -77,7 +73,7 @@ def test_a_url_is_refused_with_the_id_in_it(rest: str) -> None:
         ([], "empty"),
     ],
 )
-def test_a_folder_without_config_says_what_it_looks_like(tmp_path: Path, files: list[str], word: str) -> None:
+def test_a_folder_without_config_says_what_it_looks_like(tmp_path, files, word):
     error = refusal(str(folder_of(tmp_path / "m", *files)))
     assert "not a checkpoint" in error.message
     assert word in str(error)
@@ -87,18 +83,18 @@ def test_a_folder_without_config_says_what_it_looks_like(tmp_path: Path, files: 
 class Hub:
     """Stands in for ``snapshot_download``: a folder, or an error."""
 
-    def __init__(self, answer: Path | Exception) -> None:
+    def __init__(self, answer):
         self.answer = answer
-        self.calls: list[dict[str, Any]] = []
+        self.calls = []
 
-    def __call__(self, repo: str, **options: Any) -> str:
+    def __call__(self, repo, **options):
         self.calls.append({"repo": repo, **options})
         if isinstance(self.answer, Exception):
             raise self.answer
         return str(self.answer)
 
 
-def test_a_hub_id_fetches_no_pickles_and_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_fetches_no_pickles_and_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hub = Hub(folder_of(tmp_path / "snapshot", "config.json"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
@@ -125,16 +121,14 @@ def test_a_hub_id_fetches_no_pickles_and_no_code(tmp_path: Path, monkeypatch: py
     assert list(fetched) == stored[:5]
 
 
-def test_a_hub_repository_without_config_is_refused_before_its_weights_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_repository_without_config_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     hub = Hub(folder_of(tmp_path / "snapshot"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     assert "not a checkpoint" in refusal("org/gguf-only").message
     assert len(hub.calls) == 1
 
 
-def hub_error(kind: type[Exception]) -> Exception:
+def hub_error(kind):
     if not issubclass(kind, errors.HfHubHTTPError):
         return kind("what happened\nand more")
     error = kind.__new__(kind)  # these take the HTTP library's response, whose class depends on the hub's version
@@ -154,9 +148,7 @@ def hub_error(kind: type[Exception]) -> Exception:
         (RuntimeError, ["could not be fetched", "RuntimeError: what happened"]),
     ],
 )
-def test_hub_errors_become_one_sentence(
-    kind: type[Exception], facts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_errors_become_one_sentence(kind, facts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(hub_error(kind)))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -164,7 +156,7 @@ def test_hub_errors_become_one_sentence(
     assert [fact for fact in facts if fact not in text] == []
 
 
-def test_offline_uses_the_cache_and_says_so_when_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_uses_the_cache_and_says_so_when_it_is_empty(tmp_path, monkeypatch):
     """With huggingface_hub's real code, on a cache folder made by hand."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

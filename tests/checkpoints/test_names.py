@@ -1,7 +1,5 @@
 """Names: text-only and vision-language checkpoints look alike after this."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,23 +11,23 @@ TAILS = ["embed_tokens.weight", "layers.3.mlp.up_proj.weight", "layers.11.linear
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
-def test_every_text_tower_has_one_form(prefix: str) -> None:
+def test_every_text_tower_has_one_form(prefix):
     names = canonical_names([prefix + tail for tail in TAILS])
     assert names == {tail: prefix + tail for tail in TAILS}
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"])
-def test_output_heads(name: str) -> None:
+def test_output_heads(name):
     assert canonical_name(name) == "lm_head.weight"
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.language_model."])
-def test_mtp_heads(prefix: str) -> None:
+def test_mtp_heads(prefix):
     for name in ("mtp.layers.0.mlp.experts.3.up_proj.weight", "mtp.fc.weight"):
         assert canonical_name(prefix + name) == name
 
 
-def test_other_towers_are_ignored_and_listed() -> None:
+def test_other_towers_are_ignored_and_listed():
     towers = ["model.visual.blocks.0.norm.weight", "visual.merger.mlp.0.bias", "vision_tower.x", "model.audio_tower.y"]
     names = canonical_names([*towers, "model.norm.weight"])
     assert list(names) == ["norm.weight"]
@@ -37,7 +35,7 @@ def test_other_towers_are_ignored_and_listed() -> None:
     assert not is_ignored("model.layers.0.visual.weight")
 
 
-def test_two_names_for_one_weight_are_refused() -> None:
+def test_two_names_for_one_weight_are_refused():
     with pytest.raises(CheckpointError) as caught:
         canonical_names(["model.norm.weight", "lm_head.weight", "model.language_model.norm.weight"])
     assert "'model.norm.weight'" in caught.value.message
@@ -45,12 +43,12 @@ def test_two_names_for_one_weight_are_refused() -> None:
 
 
 @given(st.lists(st.sampled_from(["model", "language_model", "layers", "0", "weight"]), min_size=1).map(".".join))
-def test_a_canonical_name_is_its_own(name: str) -> None:
+def test_a_canonical_name_is_its_own(name):
     assert canonical_name(canonical_name(name)) == canonical_name(name)
     assert name.endswith(canonical_name(name))
 
 
-def test_text_config_wins_over_the_root() -> None:
+def test_text_config_wins_over_the_root():
     config = {
         "model_type": "qwen3_5",
         "architectures": ["X"],
@@ -68,7 +66,7 @@ def test_text_config_wins_over_the_root() -> None:
     }
 
 
-def test_the_root_counts_where_text_config_says_nothing() -> None:
+def test_the_root_counts_where_text_config_says_nothing():
     assert text_config({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": None}}) == {
         "tie_word_embeddings": True
     }

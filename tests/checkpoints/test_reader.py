@@ -1,12 +1,9 @@
 """Reading: tensors come back bit for bit and uncopied; every broken file is refused by name."""
 
-from __future__ import annotations
-
 import gc
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,26 +25,26 @@ TENSORS = {
 }
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(path)
     return str(caught.value)
 
 
-def with_weights(folder: Path, content: bytes) -> Path:
+def with_weights(folder, content):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(content)
     return folder
 
 
-def safetensors(header: Any, data: bytes = b"") -> bytes:
+def safetensors(header, data=b""):
     text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_what_was_written_is_read(tmp_path: Path, shards: int) -> None:
+def test_what_was_written_is_read(tmp_path, shards):
     write_checkpoint(tmp_path, CONFIG, TENSORS, generation_config={"eos_token_id": 7}, shards=shards)
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.path == tmp_path
@@ -64,7 +61,7 @@ def test_what_was_written_is_read(tmp_path: Path, shards: int) -> None:
             assert torch.equal(loaded, tensor)
 
 
-def test_tensors_are_mapped_not_copied_and_outlive_the_checkpoint(tmp_path: Path) -> None:
+def test_tensors_are_mapped_not_copied_and_outlive_the_checkpoint(tmp_path):
     """A loaded tensor's address lies in a private mapping of the file; closing keeps it, writing spares the file."""
     big = torch.arange(1 << 18, dtype=torch.float32)
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, CONFIG, {"big": big}))
@@ -82,7 +79,7 @@ def test_tensors_are_mapped_not_copied_and_outlive_the_checkpoint(tmp_path: Path
     assert Checkpoint.open(tmp_path).load("big")[0] == 0.0
 
 
-def _mapped_file(address: int) -> str:
+def _mapped_file(address):
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(part, 16) for part in line.split()[0].split("-"))
         if first <= address < last:
@@ -98,13 +95,13 @@ def _mapped_file(address: int) -> str:
     ("text", "facts"),
     [('{\n "a": 1,\n oops\n}', ["not valid JSON", "line:", "3"]), ("[1]", ["list", "not an object"]), ("", ["JSON"])],
 )
-def test_a_broken_config_names_its_line(tmp_path: Path, file: str, text: str, facts: list[str]) -> None:
+def test_a_broken_config_names_its_line(tmp_path, file, text, facts):
     (write_checkpoint(tmp_path, CONFIG, TENSORS) / file).write_text(text)
     message = refusal(tmp_path)
     assert [fact for fact in [file, *facts] if fact not in message] == []
 
 
-def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path):
     (write_checkpoint(tmp_path, CONFIG, TENSORS) / "config.json").write_text("\ufeff{}")
     assert Checkpoint.open(tmp_path).config == {}
 
@@ -146,14 +143,14 @@ def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_safetensors_says_what_it_is(tmp_path: Path, content: bytes, fact: str) -> None:
+def test_a_file_that_is_no_safetensors_says_what_it_is(tmp_path, content, fact):
     message = refusal(with_weights(tmp_path, content))
     assert fact in message
     assert str(tmp_path / "model.safetensors") in message
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_whatever_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_no_bytes_whatever_raise_anything_else(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("bytes")
     with pytest.raises(CheckpointError):
         Checkpoint.open(with_weights(folder, content))
@@ -164,7 +161,7 @@ def test_no_bytes_whatever_raise_anything_else(tmp_path_factory: pytest.TempPath
         pass
 
 
-def test_a_dtype_that_torch_lacks_names_the_tensor(tmp_path: Path) -> None:
+def test_a_dtype_that_torch_lacks_names_the_tensor(tmp_path):
     header = {"x.weight": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
     checkpoint = Checkpoint.open(with_weights(tmp_path, safetensors(header, b"ab")))
     for read in (checkpoint.dtype, checkpoint.load):
@@ -181,7 +178,7 @@ def test_a_dtype_that_torch_lacks_names_the_tensor(tmp_path: Path) -> None:
         ("README.md", "download the weights"),
     ],
 )
-def test_a_folder_without_weights_says_what_is_there(tmp_path: Path, file: str, fact: str) -> None:
+def test_a_folder_without_weights_says_what_is_there(tmp_path, file, fact):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_bytes(b"")
     message = refusal(tmp_path)
@@ -192,14 +189,14 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path: Path, file: str, 
 # --- shards --------------------------------------------------------------------------------------------------------
 
 
-def edit_index(folder: Path, **changes: str) -> Path:
+def edit_index(folder, **changes):
     content = json.loads((folder / INDEX).read_text())
     content["weight_map"].update(changes)
     (folder / INDEX).write_text(json.dumps(content))
     return folder
 
 
-def test_absent_shards_are_listed(tmp_path: Path) -> None:
+def test_absent_shards_are_listed(tmp_path):
     write_checkpoint(tmp_path, CONFIG, TENSORS, shards=4)
     (tmp_path / "model-00002-of-00004.safetensors").unlink()
     (tmp_path / "model-00004-of-00004.safetensors").unlink()
@@ -208,7 +205,7 @@ def test_absent_shards_are_listed(tmp_path: Path) -> None:
     assert "model-00002-of-00004.safetensors, model-00004-of-00004.safetensors" in message
 
 
-def test_an_index_may_not_promise_what_a_shard_lacks(tmp_path: Path) -> None:
+def test_an_index_may_not_promise_what_a_shard_lacks(tmp_path):
     write_checkpoint(tmp_path, CONFIG, TENSORS, shards=2)
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     assert f"puts the tensor ghost into {first}, which lacks it" in refusal(edit_index(tmp_path, ghost=first))
@@ -216,7 +213,7 @@ def test_an_index_may_not_promise_what_a_shard_lacks(tmp_path: Path) -> None:
     assert f"{second}, which lacks it, which {first} holds" in refusal(edit_index(tmp_path, a=second))
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
     write_checkpoint(tmp_path, CONFIG, TENSORS, shards=2)
     save_file({"a": torch.ones(1), "e": TENSORS["e"]}, tmp_path / "extra.safetensors")
     message = refusal(edit_index(tmp_path, e="extra.safetensors"))
@@ -237,7 +234,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ('{"weight_map":\n\n oops', "line"),
     ],
 )
-def test_a_broken_index_is_refused(tmp_path: Path, text: str, fact: str) -> None:
+def test_a_broken_index_is_refused(tmp_path, text, fact):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / INDEX).write_text(text)
     message = refusal(tmp_path)
@@ -245,7 +242,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, text: str, fact: str) -> None
     assert fact in message
 
 
-def test_an_index_left_behind_is_ignored_with_a_notice(tmp_path: Path) -> None:
+def test_an_index_left_behind_is_ignored_with_a_notice(tmp_path):
     """A conversion wrote model.safetensors beside the index of the shards it came from."""
     write_checkpoint(tmp_path, CONFIG, TENSORS)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')

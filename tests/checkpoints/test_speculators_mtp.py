@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,14 +29,14 @@ PREFIXES = {
 }
 
 
-def written(folder: Path, family: str = "qwen3_5") -> Path:
+def written(folder, family="qwen3_5"):
     shape = next((s for s in SHAPES.get(family, {}).values() if s.get("mtp", True)), {})
     return tiny.WRITERS[family](folder, **shape)
 
 
-def converted(model: Path, folder: Path, edit: Edit | None = None) -> Path:
+def converted(model, folder, edit=None):
     """The model's head as speculators' converter saves it: renamed, and experts packed."""
-    head: Tensors = {}
+    head = {}
     for name, tensor in load_file(model / "model.safetensors").items():
         if not name.startswith("mtp."):
             continue
@@ -65,13 +64,13 @@ def converted(model: Path, folder: Path, edit: Edit | None = None) -> Path:
     return folder
 
 
-def loaded(model: Path, **target: Any) -> Any:
+def loaded(model, **target):
     config = RunConfig(target=TargetConfig(model=str(model), dtype="float32", **target))
     return specdec.load(config=config, depth=2, drafter="mtp")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_the_renamed_head_is_the_models_own(family: str, tmp_path: Path) -> None:
+def test_the_renamed_head_is_the_models_own(family, tmp_path):
     """Fed with the states that the model's own head reads, it has the same drafts and the same bits."""
     model = written(tmp_path / "model", family)
     head = converted(model, tmp_path / "head")
@@ -82,7 +81,7 @@ def test_the_renamed_head_is_the_models_own(family: str, tmp_path: Path) -> None
     assert results[0] == results[1]
 
 
-def drafted(lm: Any, oracle: MtpOracle) -> None:
+def drafted(lm, oracle):
     """Compare the drafts with the oracle's: after prefill in chunks, catch-up, rewind, save and load."""
     for length, depth in ((1, 2), (2, 1), (17, 4)):
         run = Run(lm.target)
@@ -95,7 +94,7 @@ def drafted(lm: Any, oracle: MtpOracle) -> None:
     check(run, oracle, 8)
 
 
-def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path: Path) -> None:
+def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path):
     """Speculators trains on the states before the final norm; a head that is stitched into its model can say so."""
     model = written(tmp_path / "model")
     head = converted(model, tmp_path / "head")
@@ -109,15 +108,15 @@ def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path: Path) -> Non
         drafted(lm, served)
 
 
-def key(**keys: Any) -> Edit:
+def key(**keys):
     return lambda config, head: config.update(keys)
 
 
-def layer(**keys: Any) -> Edit:
+def layer(**keys):
     return lambda config, head: config["transformer_layer_config"].update(keys)
 
 
-def tensor(name: str) -> Edit:
+def tensor(name):
     return lambda config, head: head.update({name: torch.zeros(2)})
 
 
@@ -133,7 +132,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_what_cannot_be_computed_is_refused_by_name(case, tmp_path):
     edit, said = REFUSED[case]
     model = written(tmp_path / "model")
     head = converted(model, tmp_path / "head", edit)
@@ -141,7 +140,7 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
         loaded(model, mtp=str(head))
 
 
-def test_states_for_a_head_that_is_not_there_are_refused(tmp_path: Path) -> None:
+def test_states_for_a_head_that_is_not_there_are_refused(tmp_path):
     model = tiny.WRITERS["qwen3_5"](tmp_path / "model", mtp=False)
     config = RunConfig(target=TargetConfig(model=str(model), mtp_states="residual"))
     with pytest.raises(SpecdecError, match="has no MTP head"):

@@ -1,18 +1,12 @@
 """The weight check: each defect is found, named and explained; each oddity that does no harm is a notice."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
-from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, WeightCheck, check_weights, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
 from specdec.errors import CheckpointError
 
 CONV = "layers.0.linear_attn.conv1d.weight"
@@ -26,9 +20,9 @@ EXPECTED = {
 PREFIX = "model.language_model."
 
 
-def stored(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def stored(**changes):
     """A sound vision-language checkpoint; a change of None leaves the tensor out. ``__`` stands for a dot."""
-    tensors: dict[str, torch.Tensor | None] = {
+    tensors = {
         PREFIX + "embed_tokens.weight": torch.ones(8, 4, dtype=torch.bfloat16),
         PREFIX + CONV: torch.ones(6, 1, 3),
         PREFIX + "norm.weight": torch.zeros(4, dtype=torch.bfloat16),
@@ -40,21 +34,19 @@ def stored(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def audited(
-    folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, shards: int = 1
-) -> WeightCheck:
+def audited(folder, tensors, config=None, shards=1):
     config = {"text_config": {"mtp_num_hidden_layers": 1}} if config is None else config
     return check_weights(Checkpoint.open(write_checkpoint(folder, config, tensors, shards=shards)), EXPECTED)
 
 
-def refusal(found: WeightCheck) -> str:
+def refusal(found):
     with pytest.raises(CheckpointError) as caught:
         found.raise_for_errors()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_sound_checkpoint_passes_in_silence(tmp_path: Path, shards: int) -> None:
+def test_a_sound_checkpoint_passes_in_silence(tmp_path, shards):
     found = audited(tmp_path, stored(), shards=shards)
     found.raise_for_errors()
     assert (found.missing, found.unused, found.misshaped, found.all_zero, found.non_finite) == ([], [], [], [], [])
@@ -62,7 +54,7 @@ def test_a_sound_checkpoint_passes_in_silence(tmp_path: Path, shards: int) -> No
     assert found.notices == []
 
 
-def test_a_missing_tensor_names_file_shape_and_the_nearest_one(tmp_path: Path) -> None:
+def test_a_missing_tensor_names_file_shape_and_the_nearest_one(tmp_path):
     tensors = stored(model__language_model__embed_tokens__weight=None)
     found = audited(tmp_path, tensors | {"model.language_model.embed_token.weight": torch.ones(8, 4)}, shards=2)
     assert found.missing == ["embed_tokens.weight"]
@@ -75,7 +67,7 @@ def test_a_missing_tensor_names_file_shape_and_the_nearest_one(tmp_path: Path) -
         assert fact in text
 
 
-def test_a_wrong_shape_names_both(tmp_path: Path) -> None:
+def test_a_wrong_shape_names_both(tmp_path):
     found = audited(tmp_path, stored(model__language_model__embed_tokens__weight=torch.ones(8, 5)))
     assert found.misshaped == [("embed_tokens.weight", (8, 5), (8, 4))]
     text = refusal(found)
@@ -83,7 +75,7 @@ def test_a_wrong_shape_names_both(tmp_path: Path) -> None:
         assert fact in text
 
 
-def test_convolutions_may_be_flat_but_not_in_mlx_order(tmp_path: Path) -> None:
+def test_convolutions_may_be_flat_but_not_in_mlx_order(tmp_path):
     flat = {PREFIX + CONV: torch.ones(6, 3)}
     assert audited(tmp_path / "flat", stored() | flat).misshaped == []
     text = refusal(audited(tmp_path / "mlx", stored() | {PREFIX + CONV: torch.ones(6, 3, 1)}))
@@ -98,9 +90,7 @@ def test_convolutions_may_be_flat_but_not_in_mlx_order(tmp_path: Path) -> None:
     size=st.integers(1, 300),
     data=st.data(),
 )
-def test_one_bad_value_anywhere_is_found(
-    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, value: float, size: int, data: st.DataObject
-) -> None:
+def test_one_bad_value_anywhere_is_found(tmp_path_factory, dtype, value, size, data):
     """In vector bodies and tails, and whatever the rest holds (zeros, the largest finite value)."""
     rest = data.draw(st.sampled_from([0.0, 1.0, float(torch.finfo(dtype).max), float(torch.finfo(dtype).min)]))
     tensor = torch.full((size,), rest, dtype=dtype)
@@ -119,14 +109,14 @@ def test_one_bad_value_anywhere_is_found(
         ("mtp.norm.weight", torch.full((4,), -1.0), "1 norm has a scale of 0, so that nothing passes: mtp.norm.weight"),
     ],
 )
-def test_a_matrix_or_a_norm_of_zeros_is_a_notice(tmp_path: Path, name: str, values: torch.Tensor, notice: str) -> None:
+def test_a_matrix_or_a_norm_of_zeros_is_a_notice(tmp_path, name, values, notice):
     found = audited(tmp_path, stored(**{name.replace(".", "__"): values}))
     found.raise_for_errors()
     assert found.all_zero == [name]
     assert found.notices == [notice]
 
 
-def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_path: Path) -> None:
+def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_path):
     extra = {f"model.layers.{i}.self_attn.{p}_proj.lora": torch.ones(1) for i in range(40) for p in "qkvo"}
     extra |= {"mtp.layers.7.extra.weight": torch.ones(1), "odd": torch.ones(1), "even": torch.ones(1)}
     found = audited(tmp_path, stored() | extra)
@@ -139,7 +129,7 @@ def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_p
     assert "and 2 more" in others
 
 
-def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path: Path) -> None:
+def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, {"odd.A_log": torch.ones(4).int()}))
     text = refusal(check_weights(checkpoint, {"odd.A_log": TensorSpec((4,))}))
     assert "odd.A_log is stored as I32, which is neither a weight nor" in text
@@ -147,7 +137,7 @@ def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path: Path) -> N
         StoredWeights(checkpoint)["odd.A_log"]
 
 
-def test_weights_are_read_by_canonical_name(tmp_path: Path) -> None:
+def test_weights_are_read_by_canonical_name(tmp_path):
     tensors = stored()
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors, shards=2))
     weights = StoredWeights(checkpoint)

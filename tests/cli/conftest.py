@@ -1,7 +1,5 @@
 """The command line in this process, with a stand-in for the model but the real configuration, parsing and printing."""
 
-from __future__ import annotations
-
 import pytest
 from cli_fakes import FakeModel
 from click.testing import CliRunner
@@ -55,7 +53,7 @@ def loaded_once():
     load, known = specdec.load, {}
 
     def cached(model=None, *, config=None, **others):
-        key = repr(config.to_dict())
+        key = repr((model, config and config.to_dict(), others))
         if key not in known:
             known[key] = load(model, config=config, **others)
         return known[key]

@@ -1,7 +1,5 @@
 """``specdec accept``, with the embedded model: what it says, what it writes, what it refuses, how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``specdec audit``: what it says, what it reads, how it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

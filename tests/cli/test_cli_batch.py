@@ -1,27 +1,37 @@
 """``specdec batch``: a line for every prompt, with the result that it has alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pathlib
 import signal
 
 import pytest
-from click.testing import CliRunner
 
 import specdec
-from specdec.cli import main
 from specdec.decoding.batch import Batch
+from specdec.registry import BUILT_INS, Registry
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 
-def test_every_prompt_has_a_line_with_its_own_result(tmp_path):
+@pytest.fixture
+def batch(invoke, tmp_path):
+    """``batch(text, *options)`` runs the command on a file of prompts."""
+
+    def run(text, *options):
+        (tmp_path / "p.txt").write_text(text)
+        command = ("batch", "demo", "--prompts", tmp_path / "p.txt", *options)
+        return invoke(*command, registry=Registry(BUILT_INS, entry_points=()))
+
+    return run
+
+
+def test_every_prompt_has_a_line_with_its_own_result(batch, tmp_path):
     prompts = {"line 1": "def add(a, b):", "line 3": "Once upon a time", "line 4": "x = [1, 2,"}
-    (tmp_path / "p.txt").write_text("def add(a, b):\n\nOnce upon a time\nx = [1, 2,\n")
     lines = {}
-    for where in ((), ("-o", str(tmp_path / "out.jsonl"))):
-        command = ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "12", "--max-batch", "2"]
-        done = CliRunner().invoke(main, [*command, *where])
+    for where in ((), ("-o", tmp_path / "out.jsonl")):
+        options = ("--max-new-tokens", 12, "--max-batch", 2, *where)
+        done = batch("def add(a, b):\n\nOnce upon a time\nx = [1, 2,\n", *options)
         assert done.exit_code == 0, done.output
         text = (tmp_path / "out.jsonl").read_text() if where else done.stdout
         lines = {data["source"]: data for data in map(json.loads, text.splitlines())}
@@ -32,31 +42,24 @@ def test_every_prompt_has_a_line_with_its_own_result(tmp_path):
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="not Linux")
-def test_a_full_disk_is_told_in_a_sentence(tmp_path):
-    (tmp_path / "p.txt").write_text("hello\n")
-    done = CliRunner().invoke(
-        main, ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "-o", "/dev/full", "-n", "4"]
-    )
+def test_a_full_disk_is_told_in_a_sentence(batch):
+    done = batch("hello\n", "-o", "/dev/full", "-n", 4)
     assert done.exit_code == 2
     assert "the results cannot be written: No space left on device" in done.output
     assert "Traceback" not in done.output
 
 
-def test_a_prompt_that_is_too_long_leaves_older_results(tmp_path):
-    (tmp_path / "p.txt").write_text("hello\n" + "word " * 9000 + "\n")
+def test_a_prompt_that_is_too_long_leaves_older_results(batch, tmp_path):
     (tmp_path / "out.jsonl").write_text("older\n")
-    done = CliRunner().invoke(
-        main, ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "-o", str(tmp_path / "out.jsonl")]
-    )
+    done = batch("hello\n" + "word " * 9000 + "\n", "-o", tmp_path / "out.jsonl")
     assert done.exit_code == 2
     assert "too long" in done.output
     assert "p.txt, line 2" in done.output
     assert (tmp_path / "out.jsonl").read_text() == "older\n"
 
 
-def test_an_interruption_writes_what_there_is(tmp_path, monkeypatch):
+def test_an_interruption_writes_what_there_is(batch, monkeypatch):
     """One prompt is answered, two run, one waits: nothing that was generated is lost."""
-    (tmp_path / "p.txt").write_text("Once upon a time\ndef add(a, b):\nx = [1, 2,\nclass Stack:\n")
     tick, ticks = Batch.tick, itertools.count()
 
     def interrupted(batch):
@@ -65,8 +68,8 @@ def test_an_interruption_writes_what_there_is(tmp_path, monkeypatch):
         return tick(batch)
 
     monkeypatch.setattr(Batch, "tick", interrupted)
-    command = ["batch", "demo", "--prompts", str(tmp_path / "p.txt"), "-n", "40", "--max-batch", "2"]
-    done = CliRunner().invoke(main, [*command, "--drafter", "none"])
+    prompts = "Once upon a time\ndef add(a, b):\nx = [1, 2,\nclass Stack:\n"
+    done = batch(prompts, "-n", 40, "--max-batch", 2, "--drafter", "none")
     assert done.exit_code == 130, done.output
     assert "interrupted: 1 of 4 are finished, 2 cut short" in done.stderr
     first, *cut = map(json.loads, done.stdout.splitlines())

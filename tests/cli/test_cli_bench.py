@@ -1,7 +1,5 @@
 """``specdec bench``, with the embedded model: what it says, what it writes, what it refuses, how it ends."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Conversations: what a turn may reuse, how it ends, what survives; and ``specdec chat`` over them."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

@@ -1,7 +1,5 @@
 """The other commands, third-party commands, and the command line as a process."""
 
-from __future__ import annotations
-
 import json
 
 from specdec.errors import CheckpointError

@@ -1,7 +1,5 @@
 """What was in a new user's way at the command line."""
 
-from __future__ import annotations
-
 import pytest
 from click.shell_completion import BashComplete
 

@@ -1,7 +1,5 @@
 """``specdec generate``: what goes where, what the flags mean, how it ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """``specdec new``: a repository of every kind installs, passes its own tests, the kit, and the linters."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import pathlib
@@ -21,14 +19,14 @@ from tests.processes import HUNG, ROOT, run_python, run_specdec
 PROGRAMS = pathlib.Path(sys.executable).parent
 
 
-def run_new(*arguments: object, status: int = 0) -> str:
+def run_new(*arguments, status=0):
     """The command's output, of both streams."""
     done = CliRunner().invoke(main, ["new", *map(str, arguments)])
     assert done.exit_code == status, done.output
     return done.output
 
 
-def module_of(folder: pathlib.Path) -> pathlib.Path:
+def module_of(folder):
     [module] = folder.glob("specdec_*/__init__.py")
     return module
 
@@ -37,7 +35,7 @@ def module_of(folder: pathlib.Path) -> pathlib.Path:
 def lint():
     """``lint(folder, "ruff", "check", ...)`` runs a program of the development environment in a folder."""
 
-    def run(folder: pathlib.Path, program: str, *arguments: str) -> None:
+    def run(folder, program, *arguments):
         if not (PROGRAMS / program).exists():
             pytest.skip(f"needs {program}")
         command = [PROGRAMS / program, *arguments]

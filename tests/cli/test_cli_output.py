@@ -1,7 +1,5 @@
 """What the commands print for people: tables on terminals of any width, and the lines of a run's report."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

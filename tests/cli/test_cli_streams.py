@@ -1,7 +1,5 @@
 """Standard streams that are closed, full or gone; control characters; and empty or impossible options."""
 
-from __future__ import annotations
-
 import io
 import shlex
 import subprocess
@@ -33,7 +31,7 @@ run()
 """
 
 
-def shell(command: str) -> tuple[int, str]:
+def shell(command):
     """Exit status and output of a shell command, in which ``specdec`` is this tree's."""
     python = shlex.quote(sys.executable)
     script = f'set -o pipefail; specdec() {{ {python} -m specdec "$@"; }}; {command}'

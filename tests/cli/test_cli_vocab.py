@@ -1,34 +1,27 @@
 """``specdec vocab``: ids by count from text or outputs, the file it writes, and bad input told without a traceback."""
 
-from __future__ import annotations
-
 import collections
 import json
 import signal
 
 import pytest
-from click.testing import CliRunner
 
 import specdec
-from specdec.cli import main
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.token_counts import BLOCK, HELD_OUT, always_kept
+from specdec.registry import BUILT_INS, Registry
 
 TEXT = "".join(f"def area_{i}(width, height):\n    return width * height  # line {i}\n\n\n" for i in range(400))
 
 
-@pytest.fixture(scope="module")
-def lm():
+@pytest.fixture
+def lm(loaded_once):
     return specdec.load("demo")
 
 
-@pytest.fixture(autouse=True)
-def _loaded_once(lm, monkeypatch):
-    monkeypatch.setitem(vars(specdec), "load", lambda model=None, *, config=None, **others: lm)
-
-
-def run(*args):
-    return CliRunner().invoke(main, ["vocab", *map(str, args)])
+@pytest.fixture
+def run(invoke, loaded_once):
+    return lambda *args: invoke("vocab", *args, registry=Registry(BUILT_INS, entry_points=()))
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def text(tmp_path):
     return file
 
 
-def test_from_text(lm, text, tmp_path):
+def test_from_text(run, lm, text, tmp_path):
     out = tmp_path / "v.json"
     done = run("demo", "--text", text, "--size", 600, "-o", out, "--json")
     assert done.exit_code == 0, done.output
@@ -63,7 +56,7 @@ def test_from_text(lm, text, tmp_path):
     assert always >= {*lm.tokenizer.special_ids, *lm.tokenizer.eos_ids}
 
 
-def test_the_table(text, tmp_path):
+def test_the_table(run, text, tmp_path):
     done = run("demo", "--text", text, "--text", text, "--size", 512, "-o", tmp_path / "v.json")
     assert done.exit_code == 0, done.output
     assert "coverage" in done.stdout
@@ -75,7 +68,7 @@ def test_the_table(text, tmp_path):
     assert "the coverage is unknown" in done.stderr
 
 
-def test_an_interruption_keeps_what_was_counted(lm, tmp_path, monkeypatch):
+def test_an_interruption_keeps_what_was_counted(run, lm, tmp_path, monkeypatch):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "v.json"
     prompts.write_text("The first railway\nIn the year\nOnce upon\n")
     stream, streams = type(lm).stream, []

@@ -1,10 +1,7 @@
 """``specdec doctor``: what it says about a machine, about a model on it, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -46,11 +43,11 @@ class Odd:
         ]
 
 
-def with_plugins(*plugins: object) -> Registry:
+def with_plugins(*plugins):
     return Registry((*BUILT_INS, *plugins), entry_points=())
 
 
-def flat(text: str) -> str:
+def flat(text):
     return " ".join(text.split())
 
 
@@ -83,7 +80,7 @@ def test_a_cache_that_cannot_be_written_is_told(invoke, tmp_path, monkeypatch):
 # --- with a model -----------------------------------------------------------------------------------------------------
 
 
-def doctor(invoke: Any, model: object, *arguments: str, plugin: object | None = None) -> tuple[int, dict[str, Any]]:
+def doctor(invoke, model, *arguments, plugin=None):
     plugins = () if plugin is None else (plugin,)
     done = invoke("doctor", model, "--json", *arguments, registry=with_plugins(*plugins))
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception

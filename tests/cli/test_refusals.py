@@ -1,7 +1,5 @@
 """One table of what the command line refuses: status 2, a sentence, no traceback, and nothing on standard output."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -46,13 +46,13 @@ class Options:
     kinds: frozenset[str] = frozenset()
 
 
-def write(folder: pathlib.Path, text: str) -> pathlib.Path:
+def write(folder, text):
     path = folder / "run.toml"
     path.write_text(text)
     return path
 
 
-def failure(*overrides: str, path: pathlib.Path | None = None) -> str:
+def failure(*overrides, path=None):
     with pytest.raises(ConfigError) as raised:
         load_config(path, overrides)
     return str(raised.value)

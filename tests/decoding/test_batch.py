@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from specdec.contract import Draft, Drafter
 from specdec.decoding import batch
 from specdec.decoding.batch import Batch
-from specdec.decoding.stream import Stream
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from tests import tiny
@@ -32,16 +29,14 @@ COMBINATIONS = cases(
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
-def made(
-    request: pytest.FixtureRequest, checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> tuple[Any, Any]:
+def made(request, checkpoint, make_target):
     """A language model that drafts with its MTP head or n-grams, and its target."""
     family, kernels, dtype = request.param
     if kernels not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
     target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
 
-    def drafter(env: Any) -> Drafter:
+    def drafter(env):
         if env.target.info.mtp_layers:
             return MtpDrafter(MtpConfig(), env)
         return NgramDrafter(NgramConfig(min_order=1))
@@ -61,8 +56,8 @@ class Asked:
 
 
 @st.composite
-def generations(draw: st.DrawFn) -> Asked:
-    settings: dict[str, Any] = {"max_new_tokens": draw(st.integers(1, 20)), "ignore_eos": True}
+def generations(draw):
+    settings = {"max_new_tokens": draw(st.integers(1, 20)), "ignore_eos": True}
     if draw(st.booleans()):
         settings |= {"temperature": draw(st.sampled_from([0.7, 1.5])), "seed": draw(st.integers(0, 9))}
     if draw(st.integers(0, 3)) == 0:
@@ -76,9 +71,9 @@ def generations(draw: st.DrawFn) -> Asked:
     )
 
 
-def play(lm: Any, asked: list[Asked], together: list[bool]) -> list[Stream]:
+def play(lm, asked, together):
     """Run all in one batch; returns their streams, which have ended."""
-    streams: list[Stream] = [lm.stream(one.prompt, depth=one.depth, **one.settings) for one in asked]
+    streams = [lm.stream(one.prompt, depth=one.depth, **one.settings) for one in asked]
     running, choices = Batch(), itertools.cycle(together)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch._Times, "together", lambda self: next(choices))  # no clock decides
@@ -95,7 +90,7 @@ def play(lm: Any, asked: list[Asked], together: list[bool]) -> list[Stream]:
     return streams
 
 
-def check(lm: Any, target: Any, asked: list[Asked], together: list[bool]) -> None:
+def check(lm, target, asked, together):
     """Whatever the others do, each has the result and the state of a generation alone."""
     for one, stream in zip(asked, play(lm, asked, together), strict=True):
         result, alone = stream.result, lm.generate(one.prompt, depth=one.depth, **one.settings)
@@ -113,12 +108,12 @@ def check(lm: Any, target: Any, asked: list[Asked], together: list[bool]) -> Non
 
 
 @given(asked=st.lists(generations(), min_size=1, max_size=6), together=st.lists(st.booleans(), min_size=1, max_size=4))
-def test_each_generation_of_a_batch_is_the_one_alone(made: tuple[Any, Any], asked: Any, together: list[bool]) -> None:
+def test_each_generation_of_a_batch_is_the_one_alone(made, asked, together):
     check(*made, asked, together)
 
 
 @pytest.fixture
-def small(checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]) -> Callable[..., Any]:
+def small(checkpoint, make_target):
     """``small(drafter)``: a language model of attention layers only."""
     folder, target = checkpoint("qwen3", **SHAPES["qwen3"]), make_target("qwen3", **SHAPES["qwen3"])
     return lambda drafter=None: tiny.make_lm(folder, target, drafter)
@@ -131,9 +126,7 @@ def small(checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., An
     sequences=st.integers(2, 9),
     drafted=st.integers(0, 8),
 )
-def test_a_drafted_row_is_priced_at_what_it_adds_for_all(
-    fixed: float, row: float, passes: list[int], sequences: int, drafted: int
-) -> None:
+def test_a_drafted_row_is_priced_at_what_it_adds_for_all(fixed, row, passes, sequences, drafted):
     """With ``seconds = fixed + row * rows``, a sequence that drafts k tokens pays for k rows more."""
     prices = batch._Prices()
     for rows in passes:
@@ -142,7 +135,7 @@ def test_a_drafted_row_is_priced_at_what_it_adds_for_all(
     assert share - plain == pytest.approx(row * drafted, rel=1e-6, abs=1e-6 * fixed)
 
 
-def test_where_rows_never_vary_each_costs_the_mean() -> None:
+def test_where_rows_never_vary_each_costs_the_mean():
     prices = batch._Prices()
     for _ in range(50):
         prices.add(4, 2.0)
@@ -154,14 +147,14 @@ class Failing(Drafter):
 
     calls = 0
 
-    def propose(self, context: Any, depth: int) -> Draft:
+    def propose(self, context, depth):
         self.calls += 1
         if self.calls > 2:
             raise ZeroDivisionError
         return Draft(tuple(context[-1:] * depth))
 
 
-def test_a_failure_of_one_leaves_the_others_alone(small: Callable[..., Any]) -> None:
+def test_a_failure_of_one_leaves_the_others_alone(small):
     """A drafter that fails is off for its own sequence; a pass that fails ends its own generation."""
     lm = small(lambda env: Failing())
     streams = [lm.stream([5 + n, 7], max_new_tokens=12) for n in range(3)]
@@ -179,9 +172,7 @@ def test_a_failure_of_one_leaves_the_others_alone(small: Callable[..., Any]) -> 
     assert "failed in propose" in streams[0].result.stats.speculation()["reason"]
 
 
-def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(
-    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(small, monkeypatch):
     monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
     lm = small()
     running, other = Batch(), lm.stream([1, 2], max_new_tokens=30, depth=0)
@@ -197,9 +188,7 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(
         assert sum(s._stats.prefilled for s in running.running) <= prefilled + 8
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(
-    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one(small, monkeypatch):
     """Nor does the long one starve while short ones keep coming."""
     monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
     lm = small()
@@ -219,22 +208,22 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
     assert long.result.tokens == lm.generate(list(range(100)), max_new_tokens=4, ignore_eos=True).tokens
 
 
-def test_generate_batch_keeps_at_most_so_many_and_names_each(small: Callable[..., Any]) -> None:
+def test_generate_batch_keeps_at_most_so_many_and_names_each(small):
     lm = small()
-    begun: list[int] = []
+    begun = []
 
-    def start(number: int) -> Callable[[], Stream]:
-        def begin() -> Stream:
+    def start(number):
+        def begin():
             begun.append(number)
             if number == 3:
                 raise ValueError("no such prompt")
-            stream: Stream = lm.stream([number + 1, 5], max_new_tokens=3 + number)
+            stream = lm.stream([number + 1, 5], max_new_tokens=3 + number)
             return stream
 
         return begin
 
     ended = 0
-    results: dict[int, Any] = {}
+    results = {}
     for number, result in Batch().run(map(start, range(6)), 2):
         assert len(begun) - ended <= 2 + 1
         ended += 1

@@ -1,10 +1,5 @@
 """A run with a lossy verifier counts the tokens that plain decoding would not have chosen."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 import pytest
 
@@ -17,9 +12,7 @@ __all__ = ["load"]  # a fixture
 
 @pytest.mark.parametrize(("verifier", "option"), [("margin", "margin"), ("typical", "epsilon")])
 @pytest.mark.parametrize("value", [0.0, 0.3, 1.0])
-def test_a_lossy_runs_count_is_that_of_a_replay(
-    verifier: str, option: str, value: float, load: Callable[..., Any]
-) -> None:
+def test_a_lossy_runs_count_is_that_of_a_replay(verifier, option, value, load):
     chosen = make_verifier(Choice(verifier, {option: value}))
     lm = attrs.evolve(variant(load("demo", "bfloat16"), "mtp", 3), verifier=chosen)
     run = lm.generate(CODE, max_new_tokens=60, ignore_eos=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pathlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -19,22 +19,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.contract import (
-    Context,
-    Draft,
-    Drafter,
-    DrafterEnv,
-    DrafterSnapshot,
-    DrafterSpec,
-    ForwardOutput,
-    Needs,
-    Verdict,
-)
+from specdec.contract import Draft, Drafter, DrafterSnapshot, DrafterSpec, Needs
 from specdec.decoding.conversation import Conversation
 from specdec.registry.parts import DrafterPart
 from tests import tiny
 from tests.decoding.interrupting import Step, interrupted, steps_of
-from tests.drafters.composed import Folders, composed, load_base, scripted, write_folders
+from tests.drafters.composed import composed, load_base, scripted, write_folders
 from tests.selection import examples
 
 PROMPT = [40, 41, 42, 43] * 5 + [50]
@@ -46,33 +36,33 @@ SEED = 20261122
 class Seeing(Drafter):
     """Drafts what the last hidden state says, and keeps all that it was shown; a gap or a repetition shows."""
 
-    def __init__(self, env: DrafterEnv) -> None:
-        self.seen: list[Any] = [] if env.saved is None else list(np.asarray(env.saved.arrays["seen"]))
+    def __init__(self, env):
+        self.seen = [] if env.saved is None else list(np.asarray(env.saved.arrays["seen"]))
         assert len(self.seen) == env.state.length
 
-    def _see(self, output: ForwardOutput, rows: int, end: int) -> None:
+    def _see(self, output, rows, end):
         shown = np.concatenate([output.need_hidden().rows()[:rows], output.boundaries[1].rows()[:rows]], axis=1)
         self.seen += list(shown)
         assert len(self.seen) == end
 
-    def prefill(self, context: Context, output: ForwardOutput) -> None:
+    def prefill(self, context, output):
         self._see(output, output.rows, len(context))
 
-    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+    def observe(self, verdict, output, context):
         self._see(output, verdict.accepted + 1, len(context) - 1)
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def propose(self, context, depth):
         assert len(self.seen) == len(context) - 1
         return Draft(tuple(int(abs(x) * 1000) % 94 for x in self.seen[-1][:depth])) if self.seen else Draft(())
 
-    def rewind(self, length: int) -> None:
+    def rewind(self, length):
         del self.seen[length:]
 
-    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+    def snapshot(self, context):
         return DrafterSnapshot({"seen": np.array(self.seen)}) if self.seen else None
 
 
-def seeing(base: Any) -> Any:
+def seeing(base):
     spec = DrafterSpec(
         name="seeing", factory=lambda config, env: Seeing(env), needs=Needs(final_hidden=True, boundaries=(1,))
     )
@@ -80,24 +70,24 @@ def seeing(base: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def make(tmp_path_factory):
     """``make("hybrid-mtp")``: a model with recurrent layers and an MTP head or with attention only, and a drafter."""
-    folders: Folders = write_folders(tmp_path_factory.mktemp("models"))
+    folders = write_folders(tmp_path_factory.mktemp("models"))
     bases = {
         "hybrid": load_base(folders),
         "llama": specdec.load(folders.llama, drafter="none", depth=0, dtype="float32"),
     }
     second = {"name": "draft_model", "model": folders.blurred}
-    tables: dict[str, dict[str, Any]] = {
+    tables = {
         "none": {"name": "none"},
         "mtp": {"name": "mtp"},
         "ngram": {"name": "ngram"},
         "draft_model": second,
         "first_of": {"name": "first_of", "drafters": [{"name": "ngram", "min_order": 4}, second]},
     }
-    known: dict[str, Any] = {}
+    known = {}
 
-    def get(name: str) -> Any:
+    def get(name):
         if name not in known:
             family, drafter = name.split("-")
             base = bases[family]
@@ -122,23 +112,23 @@ class Trial:
     folder: pathlib.Path
     settings: dict[str, Any]
 
-    def generate(self, total: int, **settings: Any) -> None:
+    def generate(self, total, **settings):
         """Generate until the session has ``total`` tokens."""
         left = total - len(self.session.tokens)
         if left:
             self.session.generate(max_new_tokens=left, ignore_eos=True, **self.settings, **settings)
 
-    def leave(self) -> None:
+    def leave(self):
         """Generate, but leave the stream after its first text."""
         if len(self.session.tokens) == len(PROMPT) + FIRST:
             with self.session.stream(max_new_tokens=COUNT, ignore_eos=True, **self.settings) as stream:
                 next(stream)
 
-    def feed(self) -> None:
+    def feed(self):
         if len(self.session.tokens) == len(PROMPT) + FIRST:
             self.session.feed(MORE)
 
-    def stream(self) -> None:
+    def stream(self):
         """A prompt and a generation in one call."""
         begin = len(PROMPT) + FIRST
         if len(self.session.tokens) == begin:
@@ -161,7 +151,7 @@ CALLS: dict[str, Callable[[Trial], Any]] = {
 }
 
 
-def begun(lm: Any, folder: pathlib.Path, settings: dict[str, Any]) -> Trial:
+def begun(lm, folder, settings):
     session = lm.session()
     session.feed(PROMPT)
     session.generate(max_new_tokens=FIRST, ignore_eos=True, **settings)
@@ -169,7 +159,7 @@ def begun(lm: Any, folder: pathlib.Path, settings: dict[str, Any]) -> Trial:
     return Trial(lm, session, folder, settings)
 
 
-def ended(trial: Trial, total: int | None = None) -> tuple[Any, ...]:
+def ended(trial, total=None):
     """Let the session go on, and return everything that it is."""
     session = trial.session
     trial.generate((len(session.tokens) if total is None else total) + AFTER)
@@ -177,7 +167,7 @@ def ended(trial: Trial, total: int | None = None) -> tuple[Any, ...]:
     return session.tokens, session.stats, session.extra, state.length, target.snapshot(state).arrays
 
 
-def check_equal(got: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+def check_equal(got, wanted):
     assert got[:-1] == wanted[:-1]
     assert got[-1].keys() == wanted[-1].keys()
     tiny.assert_same_bits(got[-1], wanted[-1])
@@ -193,7 +183,7 @@ class Truth:
     steps: list[Step]
 
 
-def truth_of(lm: Any, call: str, folder: pathlib.Path, settings: dict[str, Any], *, instructions: bool) -> Truth:
+def truth_of(lm, call, folder, settings, *, instructions):
     other = lm.session()
     other.generate([70, 71, 72, 70, 71], max_new_tokens=4, ignore_eos=True, **settings)
     other.save(folder / "other")
@@ -205,16 +195,7 @@ def truth_of(lm: Any, call: str, folder: pathlib.Path, settings: dict[str, Any],
     return Truth(before, after, ended(trial), steps)
 
 
-def check(
-    lm: Any,
-    call: str,
-    folder: pathlib.Path,
-    settings: dict[str, Any],
-    truth: Truth,
-    steps: Sequence[Step],
-    *,
-    instructions: bool = False,
-) -> int:
+def check(lm, call, folder, settings, truth, steps, *, instructions=False):
     """Interrupt the call at these steps, one attempt after the other; returns how many interruptions there were."""
     trial = begun(lm, folder, settings)
     count = 0
@@ -255,15 +236,7 @@ TRUTHS: dict[tuple[Any, ...], Truth] = {}
     shares=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=6),
 )
 @examples(90)
-def test_interruptions_of_a_call_and_of_its_repair(
-    make: Callable[[str], Any],
-    tmp_path_factory: pytest.TempPathFactory,
-    subject: str,
-    call: str,
-    name: str,
-    instructions: bool,
-    shares: list[float],
-) -> None:
+def test_interruptions_of_a_call_and_of_its_repair(make, tmp_path_factory, subject, call, name, instructions, shares):
     """Every attempt begins with the repair of what the attempt before has left, and is interrupted itself.
 
     Between two lines, or within one: a line that changes two things can be split.
@@ -289,14 +262,14 @@ TALKS: dict[str, Callable[[Conversation, pathlib.Path], Any]] = {
 }
 
 
-def talking(lm: Any) -> Conversation:
+def talking(lm):
     talk = Conversation(lm, system="be the inn")
     for text in ("in the", "the other"):
         list(talk.ask(text, max_new_tokens=7))
     return talk
 
 
-def check_talk(lm: Any, call: str, folder: pathlib.Path, step: Step) -> int:
+def check_talk(lm, call, folder, step):
     """The conversation is the one from before or after (with a part of the answer), can be saved, and goes on."""
     talk, after = talking(lm), talking(lm)
     before = talk.messages
@@ -318,7 +291,7 @@ def check_talk(lm: Any, call: str, folder: pathlib.Path, step: Step) -> int:
 
 
 @pytest.mark.parametrize("call", TALKS)
-def test_an_interrupted_conversation(call: str, make: Callable[[str], Any], tmp_path: pathlib.Path) -> None:
+def test_an_interrupted_conversation(call, make, tmp_path):
     lm = make("hybrid-mtp")
     other = Conversation(lm)
     list(other.ask("another", max_new_tokens=5))

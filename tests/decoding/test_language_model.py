@@ -1,7 +1,5 @@
 """The library as a program or a notebook uses it: typed settings, messages, async iteration, readable objects."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import typing
@@ -50,23 +48,6 @@ def test_a_conversation_is_rendered_by_the_template(lm):
             lm.generate(**call)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (["a", "b"], r"takes one prompt, got \['a', 'b'\]"),
-        ([[1, 2], [3]], "takes one prompt"),
-        (MESSAGES, "takes text or token ids"),
-        (5, "takes a string or a list, got 5"),
-        (b"x", "takes a string or a list, got b'x'"),
-    ],
-)
-def test_what_is_no_prompt_gets_a_sentence(lm, prompt, message):
-    for call in (lm.generate, lm.session().feed):
-        with pytest.raises(PromptError, match=message) as raised:
-            call(prompt)
-        assert "\n" not in raised.value.message
-
-
 def test_a_stream_is_read_by_an_event_loop_which_goes_on_meanwhile(lm):
     async def read():
         pieces = [piece async for piece in lm.stream("def f(", max_new_tokens=24)]
@@ -96,7 +77,7 @@ def test_a_session_is_a_context_manager(lm):
 
 def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
     prompts = ["def add(a, b):", [5, 6, 7], "Once upon a time"]
-    ended: list[int] = []
+    ended = []
     results = lm.generate_batch(
         prompts, max_batch=2, on_result=lambda number, result: ended.append(number), max_new_tokens=12
     )

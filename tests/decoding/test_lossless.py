@@ -7,8 +7,7 @@ window, recurrent matrix, last hidden state) are compared with those of a run th
 from __future__ import annotations
 
 import itertools
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -17,7 +16,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from specdec.contract import CycleRecord, DepthPolicy, Draft, Drafter, Parity, Stats, Verdict
+from specdec.contract import DepthPolicy, Draft, Drafter, Parity
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.policies.fixed import MAX_DEPTH
@@ -41,7 +40,7 @@ class Scripted(Drafter):
     make: Callable[[int, int, int], Any]
     cycle: int = 0
 
-    def propose(self, context: Any, depth: int) -> Any:
+    def propose(self, context, depth):
         self.cycle += 1
         drafted = self.make(len(context), depth, self.cycle - 1)
         return Draft(tuple(drafted)) if isinstance(drafted, list) else drafted
@@ -55,82 +54,82 @@ class Case:
     env: Any
     numbers: list[int]  # anything, from hypothesis
 
-    def number(self, cycle: int, limit: int) -> int:
+    def number(self, cycle, limit):
         return self.numbers[cycle % len(self.numbers)] % limit
 
-    def right(self, at: int, count: int) -> list[int]:
+    def right(self, at, count):
         return self.truth[at : at + count]
 
-    def wrong(self, at: int, count: int) -> list[int]:
+    def wrong(self, at, count):
         """Never the token of plain decoding at the first position; the positions after it do not matter."""
         return [(token + 1 + i) % VOCAB for i, token in enumerate(self.right(at, count))]
 
 
-def oracle(case: Case) -> Drafter:
+def oracle(case):
     return Scripted(lambda at, depth, cycle: case.right(at, depth))
 
 
-def adversarial(case: Case) -> Drafter:
+def adversarial(case):
     return Scripted(lambda at, depth, cycle: case.wrong(at, depth))
 
 
-def partly_right(case: Case) -> Drafter:
-    def make(at: int, depth: int, cycle: int) -> list[int]:
+def partly_right(case):
+    def make(at, depth, cycle):
         right = case.number(cycle, depth + 1)
         return case.right(at, right) + case.wrong(at + right, depth - right)
 
     return Scripted(make)
 
 
-def too_short(case: Case) -> Drafter:
+def too_short(case):
     return Scripted(lambda at, depth, cycle: case.right(at, case.number(cycle, depth + 1)))
 
 
-def random(case: Case) -> Drafter:
+def random(case):
     rng = np.random.default_rng(case.numbers)
     return Scripted(lambda at, depth, cycle: rng.integers(0, VOCAB, depth).tolist())
 
 
-def empty(case: Case) -> Drafter:
+def empty(case):
     return Scripted(lambda at, depth, cycle: [])
 
 
-def too_long(case: Case) -> Drafter:
+def too_long(case):
     return Scripted(lambda at, depth, cycle: case.right(at, depth + 1 + case.number(cycle, 20)))
 
 
-def wrong_ids(case: Case) -> Drafter:
+def wrong_ids(case):
     bad = [-1, VOCAB, -(2**40), 2**40]
 
-    def make(at: int, depth: int, cycle: int) -> list[int]:
+    def make(at, depth, cycle):
         drafted = case.right(at, depth)
         return [*drafted[: case.number(cycle, depth)], bad[case.number(cycle, 4)], *drafted]
 
     return Scripted(make)
 
 
-def numpy_ids(case: Case) -> Drafter:
+def numpy_ids(case):
     return Scripted(lambda at, depth, cycle: list(np.array(case.right(at, depth), dtype=np.int32)))
 
 
-def no_draft(case: Case) -> Drafter:
-    things = [None, (1, 2), "abc", Draft((1.0, 2.0)), Draft(("a",)), Draft(None)]  # type: ignore[arg-type]
+def no_draft(case):
+    things = [None, (1, 2), "abc", Draft((1.0, 2.0)), Draft(("a",)), Draft(None)]
     return Scripted(lambda at, depth, cycle: things[case.number(0, len(things))])
 
 
-def raising(case: Case) -> Drafter:
+def raising(case):
     moment = case.number(0, 5)
 
-    class Raising(MtpDrafter if case.env.target.info.mtp_layers else NgramDrafter):  # type: ignore[misc]
+    class Raising(MtpDrafter if case.env.target.info.mtp_layers else NgramDrafter):
         calls = 0
 
-        def propose(self, context: Any, depth: int) -> Draft:
+        def propose(self, context, depth):
             self.calls += 1
             if self.calls > moment:
                 raise ZeroDivisionError("in propose")
             return super().propose(context, depth)
 
-        def observe(self, verdict: Verdict, output: Any, context: Any) -> None:
+        def observe(self, verdict, output, context):
             if self.calls > moment + 1:
                 raise ZeroDivisionError("in observe")
             super().observe(verdict, output, context)
@@ -138,11 +137,11 @@ def raising(case: Case) -> Drafter:
     return Raising(NgramConfig() if not case.env.target.info.mtp_layers else MtpConfig(), case.env)
 
 
-def ngram(case: Case) -> Drafter:
+def ngram(case):
     return NgramDrafter(NgramConfig(min_order=1))
 
 
-def mtp(case: Case) -> Drafter:
+def mtp(case):
     return MtpDrafter(MtpConfig(), case.env) if case.env.target.info.mtp_layers else ngram(case)
 
 
@@ -167,22 +166,22 @@ DRAFTERS = [
 class ScriptedDepth(DepthPolicy):
     """The given depths in turn; checks that it is told of every cycle."""
 
-    def __init__(self, depths: Sequence[int]) -> None:
+    def __init__(self, depths):
         self.depths = depths
-        self.records: list[CycleRecord] = []
+        self.records = []
 
-    def next_depth(self, stats: Stats) -> int:
+    def next_depth(self, stats):
         assert stats.cycles == len(self.records)
         return self.depths[stats.cycles % len(self.depths)]
 
-    def record(self, cycle: CycleRecord) -> None:
+    def record(self, cycle):
         self.records.append(cycle)
 
 
 # --- the property -----------------------------------------------------------------------------------------------------
 
 
-def check_counters(stats: Any, tokens: int, cut: int = 0) -> None:
+def check_counters(stats, tokens, cut=0):
     """The three counters fit each other, the rows that were paid for, and the tokens that came out."""
     offered, reached, accepted = stats.offered, stats.reached, stats.accepted
     assert len(offered) == len(reached) == len(accepted)
@@ -197,11 +196,11 @@ def check_counters(stats: Any, tokens: int, cut: int = 0) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(make_target: Callable[..., Any]) -> Callable[..., tuple[Any, list[int]]]:
+def plain(make_target):
     """``plain(family, kernels, dtype, prompt)``: the target, and the prompt with 48 tokens of plain decoding."""
-    known: dict[Any, list[int]] = {}
+    known = {}
 
-    def get(family: str, kernels: str, dtype: str, prompt: Sequence[int]) -> tuple[Any, list[int]]:
+    def get(family, kernels, dtype, prompt):
         target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
         key = (family, kernels, dtype, *prompt)
         if key not in known:
@@ -220,7 +219,7 @@ COMBINATIONS = cases(
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
-def combination(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+def combination(request):
     """Family, kernels and dtype."""
     if request.param[1] not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
@@ -243,23 +242,16 @@ GENERATED = 24
     numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 )
 def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decoding(
-    combination: tuple[str, str, str],
-    checkpoint: Callable[..., pathlib.Path],
-    plain: Callable[..., tuple[Any, list[int]]],
-    prompt: tuple[int, ...],
-    count: int,
-    drafter: Callable[[Case], Drafter],
-    depths: list[int],
-    numbers: list[int],
-) -> None:
+    combination, checkpoint, plain, prompt, count, drafter, depths, numbers
+):
     family, kernels, dtype = combination
     if kernels == "torch":
         prompt = prompt[:17]  # the reference computes prompt chunks of more than 16 rows in bulk, with other bits
     target, truth = plain(family, kernels, dtype, prompt)
     assert target.info.parity is Parity.BITWISE
-    policies: list[ScriptedDepth] = []
+    policies = []
 
-    def policy() -> ScriptedDepth:
+    def policy():
         policies.append(ScriptedDepth(depths))
         return policies[-1]
 
@@ -318,16 +310,8 @@ PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
     temperature=st.sampled_from([0.0, 1.0]),
 )
 def test_a_prediction_changes_neither_tokens_nor_state(
-    checkpoint: Callable[..., pathlib.Path],
-    make_target: Callable[..., Any],
-    prompt: tuple[int, ...],
-    count: int,
-    prediction: str,
-    drafter: Callable[[Case], Drafter],
-    depth: int | None,
-    numbers: list[int],
-    temperature: float,
-) -> None:
+    checkpoint, make_target, prompt, count, prediction, drafter, depth, numbers, temperature
+):
     prompt = prompt[:17]
     folder = checkpoint("qwen3_5", dtype="float32", **SHAPES["qwen3_5"])
     target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1], **SHAPES["qwen3_5"])

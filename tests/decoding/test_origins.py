@@ -1,7 +1,5 @@
 """How each token came to be, from the records of hand-made cycles."""
 
-from __future__ import annotations
-
 import pytest
 
 import specdec

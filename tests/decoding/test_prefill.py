@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=70)
 chunkings = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-def prefilled(target: Any, tokens: Sequence[int], sizes: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+def prefilled(target, tokens, sizes):
     """A state that holds all tokens but the last, fed in chunks of these sizes in turn; and the drafts after them."""
     state = target.new_state(128, Needs(mtp=True))
     drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
@@ -42,9 +40,7 @@ def prefilled(target: Any, tokens: Sequence[int], sizes: Sequence[int]) -> tuple
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @given(tokens=prompts, sizes=chunkings)
-def test_any_chunking_gives_the_same_bits_and_drafts(
-    dtype: str, make_target: Callable[..., Any], tokens: list[int], sizes: list[int]
-) -> None:
+def test_any_chunking_gives_the_same_bits_and_drafts(dtype, make_target, tokens, sizes):
     """Native kernels: target and MTP cache bit for bit. A skipped or doubled position at a chunk's edge shows here."""
     if "native" not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
@@ -55,9 +51,7 @@ def test_any_chunking_gives_the_same_bits_and_drafts(
 
 
 @pytest.mark.parametrize("rows", [3, 17])
-def test_the_models_own_chunks_do_not_show(
-    rows: int, make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kernels: str
-) -> None:
+def test_the_models_own_chunks_do_not_show(rows, make_target, monkeypatch, kernels):
     """PREFILL_ROWS splits long prompts inside one call: hidden states and caches must not depend on it."""
     target = make_target("qwen3_5", kernels=kernels, **SHAPE)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 50).tolist()
@@ -100,7 +94,7 @@ print("grew", peak() - before, "state", state.nbytes())
 
 
 @pytest.mark.slow
-def test_a_long_prompt_builds_no_square_matrix(kernels: str, checkpoint: Callable[..., pathlib.Path]) -> None:
+def test_a_long_prompt_builds_no_square_matrix(kernels, checkpoint):
     """Peak memory of an 8000-token prompt.
 
     Scores of 128 rows (the reference's block) against 8000 keys and 3 heads are 12 MB in float32, and about five such

@@ -4,11 +4,6 @@ Also what hangs on each token: its log-probabilities come from the row that deci
 block cuts them with the tokens, the text and the state.
 """
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import attrs
@@ -34,10 +29,10 @@ PROMPT = [40, 50, 60, 70, 40, 50, 60]
 class Known(Drafter):
     """Drafts from tokens that it was told; wrong every ``wrong_every`` positions."""
 
-    def __init__(self, tokens: list[int], wrong_every: int = 10**9) -> None:
+    def __init__(self, tokens, wrong_every=10**9):
         self.tokens, self.wrong_every = tokens, wrong_every
 
-    def propose(self, context: Any, depth: int) -> Draft:
+    def propose(self, context, depth):
         at = len(context)
         return Draft(
             tuple(
@@ -47,7 +42,7 @@ class Known(Drafter):
         )
 
 
-def knowing(lm: Any, tokens: list[int], depth: int, wrong_every: int = 10**9) -> Any:
+def knowing(lm, tokens, depth, wrong_every=10**9):
     """``lm`` with a drafter that knows ``tokens``, prompt included."""
     spec = DrafterSpec(name="known", factory=lambda config, env: Known(tokens, wrong_every))
     return attrs.evolve(lm, drafter=DrafterPart(spec=spec), depth=DepthPart.of(Choice("fixed", {"depth": depth})))
@@ -84,16 +79,8 @@ drafters = st.sampled_from(["mtp", "ngram", "known", "nearly known"])
     lengths=st.tuples(st.integers(1, 10), st.integers(1, 14)),
 )
 def test_strict_output_depends_on_target_prompt_settings_and_seed_alone(
-    dtype: str,
-    load: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-    sampling: dict[str, Any],
-    drafter: str,
-    depth: int,
-    chunk: int,
-    restored: bool,
-    lengths: tuple[int, int],
-) -> None:
+    dtype, load, tmp_path_factory, sampling, drafter, depth, chunk, restored, lengths
+):
     """Not on drafter, depth, chunks of the prompt, or a save and restore in the middle."""
     base = load("qwen3_5", dtype)
     sampling |= {"min_new_tokens": min(sampling.get("min_new_tokens", 0), *lengths)}
@@ -124,17 +111,9 @@ def test_strict_output_depends_on_target_prompt_settings_and_seed_alone(
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
 @given(temperature=st.sampled_from([0.0, 1.2]), top=st.integers(0, 5), depth=st.integers(1, 6), bias=st.booleans())
-def test_logprobs_are_those_of_the_row_that_decided_the_token(
-    family: str, load: Callable[..., Any], temperature: float, top: int, depth: int, bias: bool
-) -> None:
+def test_logprobs_are_those_of_the_row_that_decided_the_token(family, load, temperature, top, depth, bias):
     base = load(family)
-    settings: dict[str, Any] = {
-        "temperature": temperature,
-        "logprobs": top,
-        "ignore_eos": True,
-        "max_new_tokens": 20,
-        "seed": 5,
-    }
+    settings = {"temperature": temperature, "logprobs": top, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
     if bias:
         settings |= {"logit_bias": {44: 6.0}, "repetition_penalty": 1.2}
     plain = variant(base).generate(PROMPT, **settings)
@@ -164,17 +143,17 @@ def test_logprobs_are_those_of_the_row_that_decided_the_token(
 @pytest.mark.parametrize("drafter", ["known", "mtp"])
 @pytest.mark.parametrize("offset", cases(range(14), sample={"0", "5", "6", "7", "13"}, mark="slow"))
 def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
-    offset: int, drafter: str, kind: str, temperature: float, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    offset, drafter, kind, temperature, load, monkeypatch
+):
     """Tokens, text, log-probabilities, counters and the state's bits; and what follows is a plain run's.
 
     A string ends the text before it, and the tokens with the one that completed it.
     """
     plain = variant(load("qwen3_5"))
-    sampling: dict[str, Any] = {"temperature": temperature, "seed": 11, "logprobs": 2}
+    sampling = {"temperature": temperature, "seed": 11, "logprobs": 2}
     monkeypatch.setattr(plain.tokenizer, "eos_ids", frozenset[int]())
     full = plain.generate(PROMPT, max_new_tokens=30, **sampling)
-    ending: dict[str, Any] = {"max_new_tokens": offset + 1 if kind == "length" else 30}
+    ending = {"max_new_tokens": offset + 1 if kind == "length" else 30}
     if kind == "token beside a string":  # tokens are then taken one by one
         ending["stop"] = "no such text"
     if kind.startswith("token"):
@@ -208,7 +187,7 @@ def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
     assert session.tokens == wanted.tokens
 
 
-def test_a_stop_string_across_turns_is_none(load: Callable[..., Any]) -> None:
+def test_a_stop_string_across_turns_is_none(load):
     """A match must lie in the text of one generation: what the user fed is not the model's."""
     lm = variant(load("demo", "bfloat16"), "mtp")
     session = lm.session()
@@ -220,12 +199,10 @@ def test_a_stop_string_across_turns_is_none(load: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
-def test_the_distribution_verifier_goes_on_after_a_restore_as_if_it_had_never_stopped(
-    drafter: str, load: Callable[..., Any], tmp_path: pathlib.Path
-) -> None:
+def test_the_distribution_verifier_goes_on_after_a_restore_as_if_it_had_never_stopped(drafter, load, tmp_path):
     """Its noise is keyed by the cycle too: the count must survive."""
     lm = variant(load("demo", "bfloat16"), drafter, 3, verifier="rejection")
-    settings: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_new_tokens": 15, "ignore_eos": True}
+    settings = {"temperature": 0.8, "seed": 3, "max_new_tokens": 15, "ignore_eos": True}
     session = lm.session()
     session.generate(CODE, **settings)
     session.save(tmp_path / "s")

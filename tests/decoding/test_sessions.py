@@ -14,7 +14,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 import specdec
 from specdec.config import Choice
-from specdec.contract import Context, Draft, Drafter, DrafterSpec, LogitsProcessor, PrepareEnv, ProcessorSpec
+from specdec.contract import Draft, Drafter, DrafterSpec, LogitsProcessor, PrepareEnv, ProcessorSpec
 from specdec.decoding import session_file
 from specdec.decoding.sequence import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
@@ -39,7 +39,7 @@ TOTAL = 200  # tokens of a story, far below what the tiny models hold
 CODE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
 
-def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "strict") -> Any:
+def variant(lm, drafter="none", depth=2, verifier="strict"):
     """The same target with other plugins; weights are shared."""
     return attrs.evolve(
         lm,
@@ -50,11 +50,11 @@ def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "str
 
 
 @pytest.fixture(scope="session")
-def load(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+def load(checkpoint):
     """``load("qwen3_5", "bfloat16")``: a language model as a user gets it, loaded once; "demo" is the embedded one."""
 
     @functools.cache
-    def get(family: str, dtype: str = "float32") -> Any:
+    def get(family, dtype="float32"):
         model = "demo" if family == "demo" else str(checkpoint(family, **SHAPES[family]))
         return specdec.load(model, dtype=dtype)
 
@@ -62,7 +62,7 @@ def load(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def lm(load: Callable[..., Any]) -> Any:
+def lm(load):
     """A tiny Qwen3.5 with its MTP head drafting."""
     return variant(load("qwen3_5"), "mtp")
 
@@ -83,11 +83,11 @@ operations = st.one_of(
 class Told:
     """One of the three sessions of a story; ``stops`` says whether forks and restores happen."""
 
-    def __init__(self, lm: Any, *, stops: bool, file: pathlib.Path, sampling: dict[str, Any]) -> None:
+    def __init__(self, lm, *, stops, file, sampling):
         self.lm, self.stops, self.file, self.sampling = lm, stops, file, sampling
         self.session = lm.session()
 
-    def do(self, kind: str, argument: Any) -> Any:
+    def do(self, kind, argument):
         session = self.session
         if kind == "feed":
             return session.feed(argument)
@@ -109,9 +109,7 @@ class Told:
         return None
 
 
-def live(
-    speculative: Any, plain: Any, story: Sequence[tuple[str, Any]], file: pathlib.Path, sampling: dict[str, Any]
-) -> Any:
+def live(speculative, plain, story, file, sampling):
     """A story lived three times: the session that was stopped and restored on the way."""
     restored, unbroken, truth = (
         Told(lm, stops=stops, file=file, sampling=sampling)
@@ -136,15 +134,8 @@ def live(
 )
 @given(story=st.lists(operations, min_size=3, max_size=12), depth=st.integers(1, 5), seed=st.integers(0, 9))
 def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_drafts_as_if_it_had_never_stopped(
-    family: str,
-    drafter: str,
-    dtype: str,
-    load: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-    story: list[tuple[str, Any]],
-    depth: int,
-    seed: int,
-) -> None:
+    family, drafter, dtype, load, tmp_path_factory, story, depth, seed
+):
     base = load(family, dtype)
     file = tmp_path_factory.getbasetemp() / f"{family}-{drafter}-{dtype}.session"
     sampling = {"temperature": 0.8, "seed": seed} if seed % 2 else {}
@@ -157,9 +148,7 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_dra
 
 
 @given(before=st.integers(2, 40), generated=st.integers(1, 12), rest=st.integers(1, 30))
-def test_a_prompt_that_goes_on_runs_only_its_rest_and_drafts_as_a_cold_session(
-    load: Callable[..., Any], before: int, generated: int, rest: int
-) -> None:
+def test_a_prompt_that_goes_on_runs_only_its_rest_and_drafts_as_a_cold_session(load, before, generated, rest):
     """Real text and a trained head: a hole in the head's cache would cost acceptance here."""
     lm = variant(load("demo", "bfloat16"), "mtp", 3)
     text = lm.tokenizer.encode(CODE * 3)
@@ -179,7 +168,7 @@ def test_a_prompt_that_goes_on_runs_only_its_rest_and_drafts_as_a_cold_session(
 
 
 @pytest.mark.parametrize("changed", range(1, PREFILL_TAIL + 1))
-def test_a_prompt_that_changes_in_its_last_tokens_keeps_the_rest(changed: int, lm: Any) -> None:
+def test_a_prompt_that_changes_in_its_last_tokens_keeps_the_rest(changed, lm):
     """A chat template writes the beginning of an answer anew; a recurrent state can go back to before it."""
     prompt = [40 + i % 50 for i in range(60)]
     session = lm.session()
@@ -191,7 +180,7 @@ def test_a_prompt_that_changes_in_its_last_tokens_keeps_the_rest(changed: int, l
     assert result.tokens == variant(lm).generate(following, max_new_tokens=5, ignore_eos=True).tokens
 
 
-def test_text_after_the_first_is_fed_without_what_begins_a_text(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_after_the_first_is_fed_without_what_begins_a_text(lm, monkeypatch):
     """A tokenizer that puts a bos token before each text must not put one into the middle."""
     encode = lm.tokenizer.encode
     monkeypatch.setattr(
@@ -209,7 +198,7 @@ def test_text_after_the_first_is_fed_without_what_begins_a_text(lm: Any, monkeyp
 
 
 @pytest.fixture
-def saved(lm: Any, tmp_path: pathlib.Path) -> tuple[Any, pathlib.Path]:
+def saved(lm, tmp_path):
     """A session in the middle of things, and its file."""
     session = lm.session()
     session.generate(list(range(40, 62)), max_new_tokens=9, ignore_eos=True)
@@ -219,14 +208,14 @@ def saved(lm: Any, tmp_path: pathlib.Path) -> tuple[Any, pathlib.Path]:
 
 
 @pytest.fixture
-def refuses(lm: Any, saved: tuple[Any, pathlib.Path]) -> Iterator[Callable[..., str]]:
+def refuses(lm, saved):
     """``refuses(file)``: the reason why a running session does not load it; afterwards that session must go on."""
     session = lm.session()
     session.generate([50, 60, 70], max_new_tokens=4, ignore_eos=True)
     truth = variant(lm).generate(session.tokens, max_new_tokens=6, ignore_eos=True).tokens
     before, counters = session.tokens, copy.deepcopy(session.stats)
 
-    def refused(file: pathlib.Path) -> str:
+    def refused(file):
         with pytest.raises(SessionFileError) as caught:
             session.load(file)
         assert repr(str(file))[1:-1] in str(caught.value)  # control characters are escaped
@@ -240,19 +229,19 @@ def refuses(lm: Any, saved: tuple[Any, pathlib.Path]) -> Iterator[Callable[..., 
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
-def on(array: str, change: Callable[[Any], Any]) -> Change:
+def on(array, change):
     """A change of one array of the state."""
     return lambda _, tensors: tensors.update({f"state.{array}": change(tensors[f"state.{array}"])})
 
 
-def nested(levels: int) -> list[Any]:
-    value: list[Any] = []
+def nested(levels):
+    value = []
     for _ in range(levels):
         value = [value]
     return value
 
 
-def rewrite(file: pathlib.Path, target: pathlib.Path, change: Change) -> None:
+def rewrite(file, target, change):
     """``file`` with its description and tensors changed, and the checksum of the result."""
     with safetensors.safe_open(file, framework="pt") as opened:
         described = json.loads(opened.metadata()["specdec.session"])
@@ -313,18 +302,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_does_not_fit_is_refused_with_its_reason(
-    name: str, saved: tuple[Any, pathlib.Path], refuses: Callable[..., str], tmp_path: pathlib.Path
-) -> None:
+def test_a_file_that_does_not_fit_is_refused_with_its_reason(name, saved, refuses, tmp_path):
     change, reason = CHANGES[name]
     file = tmp_path / "changed"
     rewrite(saved[1], file, change)
     assert re.search(reason, refuses(file))
 
 
-def test_a_session_of_another_model_or_dtype_is_refused(
-    saved: tuple[Any, pathlib.Path], load: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
-) -> None:
+def test_a_session_of_another_model_or_dtype_is_refused(saved, load, checkpoint):
     others = {
         "another model": specdec.load(str(checkpoint("qwen3_5", **{**SHAPES["qwen3_5"], "seed": 1}))),
         "another dtype: 'float32', this one has 'bfloat16'": load("qwen3_5", "bfloat16"),
@@ -336,21 +321,19 @@ def test_a_session_of_another_model_or_dtype_is_refused(
         assert session.tokens == ()
 
 
-def test_a_longer_session_than_fits_is_refused(saved: tuple[Any, pathlib.Path], lm: Any) -> None:
+def test_a_longer_session_than_fits_is_refused(saved, lm):
     small = attrs.evolve(lm, config=attrs.evolve(lm.config, target=attrs.evolve(lm.config.target, capacity=30)))
     with pytest.raises(SessionFileError, match="31 tokens, this one holds 30"):
         small.session().load(saved[1])
 
 
 @pytest.mark.parametrize("crash", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_crash_while_saving_leaves_the_old_file(
-    crash: BaseException, saved: tuple[Any, pathlib.Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_while_saving_leaves_the_old_file(crash, saved, monkeypatch):
     session, file = saved
     old = file.read_bytes()
     session.generate(max_new_tokens=3, ignore_eos=True)
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise crash
 
     with monkeypatch.context() as patch:
@@ -365,7 +348,7 @@ def test_a_crash_while_saving_leaves_the_old_file(
     assert file.read_bytes() != old
 
 
-def test_places_that_cannot_be_written(saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path) -> None:
+def test_places_that_cannot_be_written(saved, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     names = ["no/such/folder", "", "x" * 300, "a\0b", "\ud800", "one.session/below", "pipe"]
     for place in [*(tmp_path / name for name in names), pathlib.Path("/dev/null")]:
@@ -379,7 +362,7 @@ def test_places_that_cannot_be_written(saved: tuple[Any, pathlib.Path], tmp_path
     "extra",
     [{"a": {1, 2}}, {"a": float("nan")}, {"a": nested(500)}, {"a": nested(5_000)}, {"a": (1,)}, {1: 2}, [], None],
 )
-def test_extra_data_that_is_not_json_is_refused_when_it_is_saved(extra: Any, lm: Any, tmp_path: pathlib.Path) -> None:
+def test_extra_data_that_is_not_json_is_refused_when_it_is_saved(extra, lm, tmp_path):
     session = lm.session()
     session.extra = extra
     with pytest.raises(SessionFileError, match="extra data is not JSON"):
@@ -392,7 +375,7 @@ def test_extra_data_that_is_not_json_is_refused_when_it_is_saved(extra: Any, lm:
 # --- what a session refuses and survives -----------------------------------------------------------------------------
 
 
-def test_a_refused_generation_leaves_the_session_as_it_was(lm: Any) -> None:
+def test_a_refused_generation_leaves_the_session_as_it_was(lm):
     session = lm.session()
     session.feed([50, 51])
     for wrong in ({"banned": (10**6,)}, {"logit_bias": {"x": 1.0}}, {"temperature": -1.0}, {"tempreature": 1.0}):
@@ -415,9 +398,7 @@ def test_a_refused_generation_leaves_the_session_as_it_was(lm: Any) -> None:
 @pytest.mark.parametrize(
     "call", ["feed", "rewind", "set_prompt", "fork", "save", "load", "stream", "close", "leave", "stop"]
 )
-def test_a_stream_that_was_not_read_to_its_end_is_ended_by_the_next_call(
-    lm: Any, call: str, read: int, tmp_path: pathlib.Path
-) -> None:
+def test_a_stream_that_was_not_read_to_its_end_is_ended_by_the_next_call(lm, call, read, tmp_path):
     """A ``break``, an error in the loop's body, ``stop()``, or the end of a ``with`` block: the session goes on."""
     session, other = lm.session(), lm.session()
     other.feed([80])
@@ -426,7 +407,7 @@ def test_a_stream_that_was_not_read_to_its_end_is_ended_by_the_next_call(
     for _ in range(read):
         next(stream)
     made = session.tokens
-    calls: dict[str, Callable[[], Any]] = {
+    calls = {
         "feed": lambda: session.feed([80]),
         "rewind": lambda: session.rewind(2),
         "set_prompt": lambda: session.set_prompt([50, 60, 80]),
@@ -447,11 +428,11 @@ def test_a_stream_that_was_not_read_to_its_end_is_ended_by_the_next_call(
     assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == wanted
 
 
-def test_a_call_from_within_a_cycle_is_refused_and_the_generation_goes_on(lm: Any) -> None:
+def test_a_call_from_within_a_cycle_is_refused_and_the_generation_goes_on(lm):
     session, refused = lm.session(), []
     stream = session.stream([50, 60, 70], max_new_tokens=9, ignore_eos=True)
 
-    def call(record: Any) -> None:
+    def call(record):
         for one in (session.fork, lambda: session.feed([1]), lambda: next(stream), stream.close, lambda: stream.result):
             with pytest.raises(StateError, match="is running") as caught:
                 one()
@@ -462,14 +443,14 @@ def test_a_call_from_within_a_cycle_is_refused_and_the_generation_goes_on(lm: An
     assert len(refused) == 5 * stream.result.stats.cycles
 
 
-def test_a_second_thread_gets_an_error_and_changes_nothing(lm: Any, tmp_path: pathlib.Path) -> None:
+def test_a_second_thread_gets_an_error_and_changes_nothing(lm, tmp_path):
     """Whatever the first thread is doing: generating, or in the middle of another call."""
     session = lm.session()
     session.feed([50, 60, 70])
-    refused: list[str] = []
+    refused = []
 
-    def from_another_thread(*_: Any) -> None:
-        calls: list[Callable[[], Any]] = [
+    def from_another_thread(*_):
+        calls = [
             lambda: session.feed([1]),
             lambda: session.rewind(0),
             lambda: session.set_prompt([1]),
@@ -481,7 +462,7 @@ def test_a_second_thread_gets_an_error_and_changes_nothing(lm: Any, tmp_path: pa
             lambda: next(stream),
         ]
 
-        def run() -> None:
+        def run():
             for call in calls:
                 try:
                     call()
@@ -509,20 +490,18 @@ def test_a_second_thread_gets_an_error_and_changes_nothing(lm: Any, tmp_path: pa
 class Failing(Drafter):
     """Drafts one token; fails in the method of that name."""
 
-    def __init__(self, moment: str) -> None:
-        def fails(*_: Any) -> Any:
+    def __init__(self, moment):
+        def fails(*_):
             raise ValueError("out of ideas")
 
         setattr(self, moment, fails)
 
-    def propose(self, context: Any, depth: int) -> Any:
+    def propose(self, context, depth):
         return Draft((41,))
 
 
 @pytest.mark.parametrize("moment", ["prefill", "propose", "observe", "rewind", "snapshot"])
-def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
-    moment: str, lm: Any, tmp_path: pathlib.Path
-) -> None:
+def test_a_failed_drafter_stays_off_and_every_later_result_says_why(moment, lm, tmp_path):
     """The reason used to be told once: the next turn of the session said that the drafter had made no draft."""
     spec = DrafterSpec(name="failing", factory=lambda config, env: Failing(moment))
     session = attrs.evolve(lm, drafter=DrafterPart(spec=spec)).session()
@@ -548,21 +527,21 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
         (5, True, "every draft was cut before it was verified: forbidden by a logits processor (6)"),
     ],
 )
-def test_drafts_that_were_all_cut_are_not_called_no_draft(token: int, forbidden: bool, reason: str, lm: Any) -> None:
+def test_drafts_that_were_all_cut_are_not_called_no_draft(token, forbidden, reason, lm):
     class Always(Drafter):
-        def propose(self, context: Context, depth: int) -> Draft:
+        def propose(self, context, depth):
             return Draft((token,) * depth)
 
     class Nothing(LogitsProcessor):
-        def process(self, logits: Any, history: Sequence[int]) -> Any:
+        def process(self, logits, history):
             return logits
 
-        def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        def legal(self, draft, history):
             return 0
 
     class Plugin:
         @specdec.hookimpl
-        def specdec_logits_processors(self) -> list[ProcessorSpec]:
+        def specdec_logits_processors(self):
             return [ProcessorSpec(name="nothing", factory=lambda config, env: Nothing())]
 
     made = DrafterPart(spec=DrafterSpec(name="always", factory=lambda config, env: Always()))

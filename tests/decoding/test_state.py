@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,22 +33,22 @@ tokens_ = st.integers(0, VOCAB - 1)
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def shape(request: pytest.FixtureRequest) -> str:
+def shape(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def dtype(request: pytest.FixtureRequest) -> str:
+def dtype(request):
     return str(request.param)
 
 
 @pytest.fixture
-def target(shape: str, make_target: Callable[..., Any]) -> Any:
+def target(shape, make_target):
     family, settings = SHAPES[shape]
     return make_target(family, **settings)
 
 
-def poison(state: Any) -> None:
+def poison(state):
     """NaN into everything that is not committed: stale and provisional rows, and the buffer that a pass fills."""
     for cache in [*state.caches, *([state.mtp] if state.mtp is not None else [])]:
         if hasattr(cache, "keys"):
@@ -60,7 +59,7 @@ def poison(state: Any) -> None:
             cache.after[:] = torch.nan
 
 
-def fresh_run(target: Any, tokens: Sequence[int]) -> Any:
+def fresh_run(target, tokens):
     """A state that was given the tokens one by one."""
     state = target.new_state(CAPACITY, tiny.needs_of(target))
     for token in tokens:
@@ -79,17 +78,17 @@ class Story(RuleBasedStateMachine):
     longest_chunk: int  # the reference computes longer prompt chunks in bulk, with other bits
 
     @initialize()
-    def begin(self) -> None:
+    def begin(self):
         self.state = self.target.new_state(CAPACITY, tiny.needs_of(self.target))
-        self.tokens: list[int] = []
-        self.decoded: list[int] | None = None
-        self.saved: list[tuple[list[int], Any]] = []
+        self.tokens = []
+        self.decoded = None
+        self.saved = []
 
-    def room(self, rows: int) -> bool:
+    def room(self, rows):
         return len(self.tokens) + rows <= CAPACITY
 
     @rule(chunk=st.lists(tokens_, min_size=1, max_size=40))
-    def prefill(self, chunk: list[int]) -> None:
+    def prefill(self, chunk):
         chunk = chunk[: self.longest_chunk]
         if not self.room(len(chunk)):
             with pytest.raises(StateError, match="do not fit"):
@@ -101,7 +100,7 @@ class Story(RuleBasedStateMachine):
         self.decoded = None
 
     @rule(rows=st.lists(tokens_, min_size=1, max_size=16))
-    def decode(self, rows: list[int]) -> None:
+    def decode(self, rows):
         if not self.room(len(rows)):
             with pytest.raises(StateError, match="do not fit"):
                 self.target.decode(self.state, rows)
@@ -113,7 +112,7 @@ class Story(RuleBasedStateMachine):
 
     @precondition(lambda self: self.decoded is not None)
     @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
+    def commit(self, data):
         assert self.decoded is not None
         kept = data.draw(st.integers(0, len(self.decoded)))
         self.target.commit(self.state, kept)
@@ -122,19 +121,19 @@ class Story(RuleBasedStateMachine):
 
     @precondition(lambda self: self.decoded is not None)
     @rule(more=st.integers(1, 3))
-    def commit_too_many(self, more: int) -> None:
+    def commit_too_many(self, more):
         assert self.decoded is not None
         with pytest.raises(StateError, match="commit takes"):
             self.target.commit(self.state, len(self.decoded) + more)
 
     @precondition(lambda self: self.decoded is None)
     @rule()
-    def commit_nothing(self) -> None:
+    def commit_nothing(self):
         with pytest.raises(StateError, match="without a decode"):
             self.target.commit(self.state, 1)
 
     @rule(data=st.data(), again=st.booleans())
-    def rewind(self, data: st.DataObject, again: bool) -> None:
+    def rewind(self, data, again):
         length = data.draw(st.integers(0, len(self.tokens)))
         reached = self.target.rewind(self.state, length)
         assert 0 <= reached <= length
@@ -147,26 +146,26 @@ class Story(RuleBasedStateMachine):
             self.tokens += lost
 
     @rule(by=st.integers(1, 5))
-    def rewind_forwards(self, by: int) -> None:
+    def rewind_forwards(self, by):
         for wrong in (len(self.tokens) + by, -by):
             with pytest.raises(StateError, match="rewind takes"):
                 self.target.rewind(self.state, wrong)
 
     @precondition(lambda self: self.target.info.mtp_layers and self.decoded is None)
     @rule(depth=st.integers(0, 4))
-    def draft(self, depth: int) -> None:
+    def draft(self, depth):
         """MTP passes between target passes must not touch the target's state."""
         waiting = self.state.pairs.waiting
         drafted = self.target.draft_mtp(self.state, 5, depth)
         assert len(drafted) == (depth if waiting else 0)
 
     @rule()
-    def save(self) -> None:
+    def save(self):
         self.saved = [*self.saved[-2:], (list(self.tokens), self.target.snapshot(self.state))]
 
     @precondition(lambda self: self.saved)
     @rule(which=st.integers(0, 2))
-    def restore(self, which: int) -> None:
+    def restore(self, which):
         tokens, snapshot = self.saved[which % len(self.saved)]
         self.state = self.target.restore(snapshot, tiny.needs_of(self.target))
         self.tokens = list(tokens)
@@ -174,17 +173,17 @@ class Story(RuleBasedStateMachine):
 
     @precondition(lambda self: self.decoded is None)
     @rule()
-    def poison_what_is_stale(self) -> None:
+    def poison_what_is_stale(self):
         poison(self.state)
 
     @invariant()
-    def length_is_what_was_committed(self) -> None:
+    def length_is_what_was_committed(self):
         if hasattr(self, "tokens"):
             assert self.state.length == len(self.tokens)
             if self.state.pairs is not None:
                 assert self.state.pairs.length == len(self.tokens)
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "tokens"):
             return
         wanted = fresh_run(self.target, self.tokens)
@@ -197,9 +196,7 @@ class Story(RuleBasedStateMachine):
             assert (rows[0].view(np.int32) == rows[1].view(np.int32)).all()
 
 
-def test_any_story_leaves_the_bits_of_a_fresh_run(
-    shape: str, dtype: str, kernels: str, make_target: Callable[..., Any]
-) -> None:
+def test_any_story_leaves_the_bits_of_a_fresh_run(shape, dtype, kernels, make_target):
     family, settings = SHAPES[shape]
     loaded = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **settings)
 
@@ -213,7 +210,7 @@ def test_any_story_leaves_the_bits_of_a_fresh_run(
 # --- single properties ------------------------------------------------------------------------------------------------
 
 
-def test_refusals(target: Any) -> None:
+def test_refusals(target):
     """Each with the error class and the number that is wrong; the state stays as it was."""
     state = target.new_state(CAPACITY)
     target.prefill(state, [1, 2, 3])

@@ -14,7 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.contract import DrafterEnv, ForwardOutput, PrepareEnv, Sampling
+from specdec.contract import ForwardOutput, PrepareEnv, Sampling
 from specdec.drafters import draft_model
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig
 from specdec.drafters.logits import last_row
@@ -23,7 +23,6 @@ from specdec.registry import Registry
 from specdec.testing import TableModel
 from specdec.testing.engine_run import run_engine
 from specdec.testing.table_model import TableLogits
-from specdec.text import Tokenizer
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.decoding.test_sessions import live, operations
@@ -33,7 +32,7 @@ from tests.drafters.two_tokenizers import byte_level, sentence_piece
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
 
 
-def tables(folders: Any) -> dict[str, dict[str, Any]]:
+def tables(folders):
     """Every kind of drafter with a second model in it."""
     named = {"name": "draft_model"}
     return {
@@ -57,11 +56,11 @@ samplings = st.sampled_from([{}, {"temperature": 0.8, "seed": 3}, {"temperature"
 
 
 @pytest.fixture(scope="session")
-def made(base: Any, folders: Any) -> Callable[..., Any]:
+def made(base, folders):
     """``made("llama", (3, 0))``: the target with that drafter; each is prepared once."""
-    prepared: dict[tuple[str, str], Any] = {}
+    prepared = {}
 
-    def make(kind: str, depths: Any = (3,), verifier: str = "strict") -> Any:
+    def make(kind, depths=(3,), verifier="strict"):
         if (kind, verifier) not in prepared:
             prepared[kind, verifier] = composed(base, tables(folders)[kind], depths, verifier)
         return attrs.evolve(prepared[kind, verifier], depth=scripted(depths))
@@ -112,12 +111,12 @@ def test_the_target_itself_as_draft_model_is_always_right(made, sampling, depth)
 class Recitation(BareTarget):
     """Says one text for ever, in its own tokens, from wherever the tokens so far end; after anything else token 0."""
 
-    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+    def __init__(self, tokenizer, text):
         self.tokenizer, self.text = tokenizer, text
         self.tokens = tokenizer.encode(text)
         self.info = attrs.evolve(TableModel.random(2).info, vocab_size=tokenizer.vocab_size)
 
-    def next_token(self, history: list[int]) -> int:
+    def next_token(self, history):
         if history == self.tokens[: len(history)] and len(history) < len(self.tokens):
             return self.tokens[len(history)]
         said = self.tokenizer.decode(history)
@@ -128,21 +127,21 @@ class Recitation(BareTarget):
             return self.tokenizer.encode(rest[1:], add_special=False)[0]
         return self.tokenizer.core.token_to_id(rest[0]) or 0  # whatever is encoded gets a space before it
 
-    def prefill(self, state: Any, tokens: Any) -> ForwardOutput:
+    def prefill(self, state, tokens):
         state.tokens += tokens
         return ForwardOutput(rows=len(tokens))
 
-    def decode(self, state: Any, tokens: Any) -> ForwardOutput:
+    def decode(self, state, tokens):
         state.rows = list(tokens)
         rows = np.zeros((len(tokens), self.info.vocab_size), np.float32)
         for row in range(len(tokens)):
             rows[row, self.next_token([*state.tokens, *tokens[: row + 1]])] = 9.0
         return ForwardOutput(rows=len(tokens), logits=TableLogits(rows))
 
-    def commit(self, state: Any, rows: int) -> None:
+    def commit(self, state, rows):
         state.tokens += state.rows[:rows]
 
-    def rewind(self, state: Any, length: int) -> int:
+    def rewind(self, state, length):
         del state.tokens[length:]
         return length
 
@@ -158,9 +157,9 @@ def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_toke
     truth = model.tokens
     shared = DraftModel(model=Recitation(draft, text.strip()), name="x", tokenizers=(target, draft))
     config = DraftModelConfig(model="x", tokenizers="text")
-    made: list[Any] = []
+    made = []
 
-    def make(env: DrafterEnv) -> Any:
+    def make(env):
         made.append(draft_model.specdec_drafters()[0].factory(config, env))
         return made[-1]
 
@@ -178,11 +177,11 @@ def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_toke
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def written(tmp_path_factory):
     """``written(vocab=301)``: a Llama draft model with these settings."""
 
     @functools.cache
-    def write(**changes: Any) -> str:
+    def write(**changes):
         return str(tiny.WRITERS["llama"](tmp_path_factory.mktemp("llama"), **{**LLAMA, **changes}))
 
     return write
@@ -253,7 +252,7 @@ def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-def with_one_more_token(written: Callable[..., str]) -> str:
+def with_one_more_token(written):
     """A draft model whose tokenizer has a token that the target's lacks."""
     folder = pathlib.Path(written(seed=7))
     core = tiny._tokenizer(folder).core

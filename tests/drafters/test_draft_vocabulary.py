@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -34,7 +32,7 @@ vocabularies = st.integers(1, 60).flatmap(
 
 @examples(30)
 @given(made=vocabularies)
-def test_what_is_written_is_read(made: DraftVocabulary, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_written_is_read(made, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "vocabulary.json"
     made.write(file)
     assert DraftVocabulary.read(file) == made
@@ -57,7 +55,7 @@ GOOD: dict[str, Any] = {"format": "specdec draft vocabulary", "version": 1, "voc
         ({"tokens": [1, 2, 1]}, "a token twice"),
     ],
 )
-def test_damaged_files_are_refused(change: dict[str, Any], said: str, tmp_path: pathlib.Path) -> None:
+def test_damaged_files_are_refused(change, said, tmp_path):
     file = tmp_path / "v.json"
     file.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(ConfigError, match=said) as caught:
@@ -67,7 +65,7 @@ def test_damaged_files_are_refused(change: dict[str, Any], said: str, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b"7"])
-def test_other_files_are_refused(content: bytes, tmp_path: pathlib.Path) -> None:
+def test_other_files_are_refused(content, tmp_path):
     file = tmp_path / "v.json"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"is not JSON|different kind"):
@@ -76,9 +74,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: pathlib.Path) -> None
         DraftVocabulary.read(tmp_path)
 
 
-def test_another_model_or_tokenizer_is_refused(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any], tmp_path: pathlib.Path
-) -> None:
+def test_another_model_or_tokenizer_is_refused(checkpoint, make_target, tmp_path):
     folder = checkpoint("qwen3_5")
     info, tokenizer = make_target("qwen3_5").info, Tokenizer.from_folder(folder)
     made = DraftVocabulary(tokens=(1, 2), vocab_size=info.vocab_size, tokenizer=tokenizer_hash(tokenizer))
@@ -97,7 +93,7 @@ def test_another_model_or_tokenizer_is_refused(
         made.check(info, Tokenizer.from_folder(other), "v.json")
 
 
-def test_special_tokens_and_bytes_are_always_kept(checkpoint: Callable[..., pathlib.Path]) -> None:
+def test_special_tokens_and_bytes_are_always_kept(checkpoint):
     tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
     kept = always_kept(tokenizer)
     for name in (tiny.EOS, tiny.IM_START, tiny.IM_END):

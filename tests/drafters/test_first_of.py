@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -13,19 +12,7 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.config import Choice
-from specdec.contract import (
-    EMPTY_DRAFT,
-    Context,
-    Draft,
-    Drafter,
-    DrafterEnv,
-    DrafterSnapshot,
-    DrafterSpec,
-    ForwardOutput,
-    Needs,
-    PrepareEnv,
-    Verdict,
-)
+from specdec.contract import EMPTY_DRAFT, Draft, Drafter, DrafterSnapshot, DrafterSpec, Needs, PrepareEnv
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
@@ -39,48 +26,48 @@ SPEC = specdec_drafters()[0]
 class Noted(Drafter):
     """Drafts ``number`` where the context's length is a multiple of ``every``; notes every call."""
 
-    def __init__(self, config: NotedConfig, env: DrafterEnv) -> None:
+    def __init__(self, config, env):
         self.config, self.env = config, env
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls = []
         made.append(self)
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def propose(self, context, depth):
         self.calls.append(("propose", len(context), depth))
         return Draft((self.config.number,) * depth) if len(context) % self.config.every == 0 else EMPTY_DRAFT
 
-    def prefill(self, context: Context, output: Any) -> None:
+    def prefill(self, context, output):
         self.calls.append(("prefill", list(context), len(output.hidden)))
 
-    def observe(self, verdict: Any, output: Any, context: Context) -> None:
+    def observe(self, verdict, output, context):
         self.calls.append(("observe", verdict, list(context), len(output.hidden)))
 
-    def rewind(self, length: int) -> None:
+    def rewind(self, length):
         self.calls.append(("rewind", length))
 
-    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+    def snapshot(self, context):
         self.calls.append(("snapshot", list(context)))
         if self.config.every == 3:
             return None
         return DrafterSnapshot({"a/b": np.array([self.config.number])}, {"number": self.config.number, "name": "x"})
 
-    def report(self) -> dict[str, Any]:
+    def report(self):
         return {"number": self.config.number}
 
 
 class Bare(Drafter):
     """Declares no needs, and fails at the first pass that shows it hidden states."""
 
-    def __init__(self, config: object, env: DrafterEnv) -> None:
+    def __init__(self, config, env):
         pass
 
-    def prefill(self, context: Context, output: ForwardOutput) -> None:
+    def prefill(self, context, output):
         assert output.hidden is None
         assert not output.boundaries
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def propose(self, context, depth):
         return Draft()
 
-    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+    def observe(self, verdict, output, context):
         self.prefill(context, output)
 
 
@@ -95,7 +82,7 @@ made: list[Noted] = []
 
 class Plugin:
     @hookimpl
-    def specdec_drafters(self) -> list[DrafterSpec]:
+    def specdec_drafters(self):
         return [
             DrafterSpec(name="noted", factory=Noted, config=NotedConfig, needs=Needs(final_hidden=True)),
             DrafterSpec(name="bare", factory=Bare),
@@ -104,7 +91,7 @@ class Plugin:
 
 
 @pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
+def _registry():
     registry = Registry(BUILT_INS, entry_points=())
     registry.register(Plugin(), "noting")
     former = use_registry(registry)
@@ -113,7 +100,7 @@ def _registry() -> Iterator[None]:
     use_registry(former)
 
 
-def subject(*choices: Choice) -> DrafterSubject:
+def subject(*choices):
     config = FirstOfConfig(drafters=choices)
     assert SPEC.prepare is not None
     prepare = SPEC.prepare
@@ -124,7 +111,7 @@ def subject(*choices: Choice) -> DrafterSubject:
     )
 
 
-def test_each_drafter_sees_only_what_it_declared() -> None:
+def test_each_drafter_sees_only_what_it_declared():
     played = ScriptedSession.start(subject(Choice("noted"), Choice("bare")))
     played.feed([1, 2, 3], chunk=2)
     played.cycle(2, 1, 0)

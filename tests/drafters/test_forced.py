@@ -1,9 +1,6 @@
 """Forced drafts: what a grammar leaves no choice about is drafted, and the output stays that of plain decoding."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +29,7 @@ SPEC = specdec_drafters()[0]
 class Pattern(LogitsProcessor):
     """After a 0 the tokens 1, 2 must follow; it also calls 3 "forced" after a 2, which the mask does not enforce."""
 
-    def process(self, logits: Any, history: Any) -> Any:
+    def process(self, logits, history):
         wanted = {0: 1, 1: 2}.get(history[-1])
         if wanted is None:
             return logits
@@ -40,11 +37,11 @@ class Pattern(LogitsProcessor):
         masked[wanted] = logits[wanted]
         return masked
 
-    def forced(self, history: Any) -> Any:
+    def forced(self, history):
         return {0: [1, 2, 3], 1: [2, 3], 2: [3]}.get(history[-1], [])
 
 
-def target() -> TableModel:
+def target():
     return TableModel.random(4, seed=2, peak=2.0)
 
 
@@ -55,9 +52,7 @@ def target() -> TableModel:
     temperature=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 1000),
 )
-def test_the_output_is_that_of_plain_decoding(
-    prompt: list[int], depths: list[int], temperature: float, seed: int
-) -> None:
+def test_the_output_is_that_of_plain_decoding(prompt, depths, temperature, seed):
     """Also where a processor calls something forced that the target may spell otherwise."""
     sampling = Sampling(temperature=temperature, seed=seed, processors=(Pattern(),))
     verifier = StrictVerifier()
@@ -66,7 +61,7 @@ def test_the_output_is_that_of_plain_decoding(
     assert not stats.inactive_reason
 
 
-def test_sampled_text_keeps_its_distribution() -> None:
+def test_sampled_text_keeps_its_distribution():
     """With a ratio test too: a token that is merely likely to be forced must not become certain."""
     model, prompt, counts = target(), [3, 0], np.zeros(4, np.int64)
     for seed in range(600):
@@ -80,7 +75,7 @@ def test_sampled_text_keeps_its_distribution() -> None:
     assert fit.passes(1e-6), fit
 
 
-def test_a_schema_forces_its_keys() -> None:
+def test_a_schema_forces_its_keys():
     """On the embedded model: the same JSON with and without, in fewer passes, greedily and sampled."""
     pytest.importorskip("llguidance")
     grammar = {"name": "grammar", "json_schema": json.dumps(SCHEMA), "whitespace": False}
@@ -97,5 +92,5 @@ def test_a_schema_forces_its_keys() -> None:
 
 
 @pytest.mark.slow
-def test_it_conforms() -> None:
+def test_it_conforms():
     check_subjects("forced", {Subject.DRAFTER: as_subject(Subject.DRAFTER, SPEC)}, effort="sample").raise_for_failures()

@@ -3,13 +3,9 @@
 The law is enumerated through the production drafter: every draw goes every way, weighed with its probability.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import sampling
-from specdec.contract import Choosing, Context, Draft, DrafterEnv, DraftNoise, Needs, Sampling
+from specdec.contract import Context, DrafterEnv, DraftNoise, Needs, Sampling
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
@@ -29,7 +25,7 @@ from tests.verifiers.enumeration import distance, emitted, joint_of
 logits_rows = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=12)
 
 
-def softmax(row: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def softmax(row, temperature=1.0):
     weights = np.exp((row - row.max()).astype(np.float64) / temperature)
     return weights / weights.sum()
 
@@ -38,9 +34,7 @@ temperatures = st.sampled_from([0.0, 0.5, 2.0])
 
 
 @given(row=logits_rows, threshold=st.floats(0.01, 1.0), temperature=temperatures, coupled=st.booleans())
-def test_confidence_is_the_largest_probability_of_the_law(
-    row: list[float], threshold: float, temperature: float, coupled: bool
-) -> None:
+def test_confidence_is_the_largest_probability_of_the_law(row, threshold, temperature, coupled):
     values = np.array(row, dtype=np.float32)
     noise = DraftNoise.COUPLED if coupled else DraftNoise.INDEPENDENT
     context = Context([1, 2], Sampling(temperature=temperature), draft_noise=noise)
@@ -52,7 +46,7 @@ def test_confidence_is_the_largest_probability_of_the_law(
 
 
 @given(row=logits_rows, threshold=st.floats(0.01, 40))
-def test_margin_is_the_gap_of_the_two_best_logits(row: list[float], threshold: float) -> None:
+def test_margin_is_the_gap_of_the_two_best_logits(row, threshold):
     values = np.array(row, dtype=np.float32)
     best = sorted(values.tolist(), reverse=True)
     gap = math.inf if len(best) == 1 else best[0] - best[1]
@@ -62,13 +56,13 @@ def test_margin_is_the_gap_of_the_two_best_logits(row: list[float], threshold: f
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_rows_that_need_no_draft_are_chosen_in_one_call(penalty: float) -> None:
+def test_rows_that_need_no_draft_are_chosen_in_one_call(penalty):
     """Where the backend decides them; a row that it leaves open, and rows under a penalty, are drawn one by one."""
     values = np.random.default_rng(0).standard_normal((3, 9)).astype(np.float32)
     context = Context([1, 2], Sampling(temperature=1.0, seed=3, repetition_penalty=penalty))
 
     class Chosen(TableLogits):
-        def choose(self, choosing: Choosing) -> list[int | None]:
+        def choose(self, choosing):
             return [7, 7, None]
 
     singly, at_once = (Drawing(DraftGate(), context, reduced=False) for _ in range(2))
@@ -87,10 +81,10 @@ PROMPT = [1, 2, 0, 1]
 class _Script:
     """Which way each draw goes, in depth-first order, and how probable that was."""
 
-    def __init__(self) -> None:
-        self.taken: list[int] = []
+    def __init__(self):
+        self.taken = []
 
-    def runs(self, run: Callable[[], Any]) -> Iterator[tuple[Fraction, Any]]:
+    def runs(self, run):
         while True:
             self.at, self.weight = 0, Fraction(1)
             outcome = run()
@@ -101,7 +95,7 @@ class _Script:
                 return
             self.taken[-1] += 1
 
-    def draw(self, law: np.ndarray, u: float) -> int:
+    def draw(self, law, u):
         if self.at == len(self.taken):
             self.taken.append(0)
         token = self.taken[self.at]
@@ -110,13 +104,13 @@ class _Script:
         return token
 
 
-def drafts(model: TableModel, config: MtpConfig, shared: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def drafts(model, config, shared, monkeypatch):
     """Every draft of the production drafter after PROMPT with its probability and the laws handed over."""
     script = _Script()
     monkeypatch.setattr(sampling, "draw", script.draw)
     context = Context(PROMPT, Sampling(temperature=1.0), generated_from=2, draft_noise=DraftNoise.INDEPENDENT)
 
-    def run() -> Draft:
+    def run():
         state = model.new_state(32, Needs(mtp=True))
         drafter = MtpDrafter(config, DrafterEnv(target=model, state=state, shared=shared))
         model.prefill(state, PROMPT[:-1])
@@ -131,8 +125,8 @@ def drafts(model: TableModel, config: MtpConfig, shared: Any, monkeypatch: pytes
     return found
 
 
-def output_distance(model: TableModel, found: list[Any], rule: Any) -> float:
-    def target(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
+def output_distance(model, found, rule):
+    def target(prefix):
         law = [Fraction(float(p)) for p in model.distribution([*PROMPT, *prefix])]
         return tuple(p / sum(law) for p in law)
 
@@ -145,7 +139,7 @@ FLOAT32 = 1e-6  # laws are handed over in float32, and sum to 1 up to its roundi
 CASES = list(itertools.product(range(6), [0.45, 0.6, 0.8], [None, (0, 2)]))
 
 
-def prepared(model: TableModel, kept: tuple[int, ...] | None) -> tuple[dict[str, Any], Any]:
+def prepared(model, kept):
     if kept is None:
         return {}, None
     # nothing added for the sequence: a token of the prompt stays outside
@@ -154,7 +148,7 @@ def prepared(model: TableModel, kept: tuple[int, ...] | None) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_gated_sampled_drafts_keep_the_joint_law(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_sampled_drafts_keep_the_joint_law(rule, monkeypatch):
     lengths = set()
     for seed, threshold, kept in CASES:
         model = TableModel.random(VOCAB, seed=seed, mtp=True, tilt=0.3)

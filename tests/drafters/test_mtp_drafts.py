@@ -5,12 +5,7 @@ draft is compared here, token by token, after prefill, after every accept count,
 each trap that other engines fell into is shown to change the drafts, so that agreeing with the oracle means something.
 """
 
-from __future__ import annotations
-
 import functools
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,17 +39,17 @@ token_ids = st.integers(0, VOCAB - 1)
 class Spied:
     """The target, with the logits of each MTP pass kept."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target):
         self._target = target
-        self.seen: list[np.ndarray] = []
+        self.seen = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._target, name)
 
-    def draft_mtp(self, state: Any, pending: int, depth: int, *, head: Any = None, choose: Any = None) -> Any:
+    def draft_mtp(self, state, pending, depth, *, head=None, choose=None):
         """Step by step, so that the logits of every step are seen."""
 
-        def seen(logits: Any, drafted: Sequence[int]) -> Any:
+        def seen(logits, drafted):
             self.seen.append(logits.rows()[0].copy())
             return logits.argmax()[0] if choose is None else choose(logits, drafted)
 
@@ -64,16 +59,16 @@ class Spied:
 class Run:
     """One sequence, driven by hand as the engine drives it, with verdicts of our choice."""
 
-    def __init__(self, target: Any, capacity: int = 256) -> None:
+    def __init__(self, target, capacity=256):
         self.target = Spied(target)
         self.state = target.new_state(capacity, MTP)
         self.drafter = self._new_drafter()
-        self.tokens: list[int] = []
+        self.tokens = []
 
-    def _new_drafter(self) -> MtpDrafter:
+    def _new_drafter(self):
         return MtpDrafter(MtpConfig(), DrafterEnv(target=self.target, state=self.state))
 
-    def prefill(self, tokens: Sequence[int], sizes: Sequence[int] = ()) -> None:
+    def prefill(self, tokens, sizes=()):
         """Append a prompt; all but its last token run through the target, in chunks of these sizes, then the rest."""
         self.tokens += tokens
         for size in [*sizes, len(self.tokens)]:
@@ -82,18 +77,18 @@ class Run:
             if chunk:
                 self.target.prefill(self.state, chunk)
 
-    def draft(self, depth: int) -> tuple[int, ...]:
+    def draft(self, depth):
         self.target.seen.clear()
         return self.drafter.propose(Context(self.tokens), depth).tokens
 
-    def verify(self, fed: Sequence[int], accepted: int, following: int) -> None:
+    def verify(self, fed, accepted, following):
         """A verification pass over ``fed``, of which ``accepted`` are kept, and the token after them."""
         output = self.target.decode(self.state, [self.tokens[-1], *fed])
         self.target.commit(self.state, accepted + 1)
         self.tokens += [*fed[:accepted], following]
         self.drafter.observe(Verdict(accepted, following), output, Context(self.tokens))
 
-    def rewind(self, length: int) -> None:
+    def rewind(self, length):
         """Keep ``length`` tokens, as a session does: the last one pending, the others held by the state."""
         del self.tokens[length:]
         if self.state.length > length - 1:
@@ -101,12 +96,12 @@ class Run:
             self.drafter.rewind(reached)
         self.prefill([])
 
-    def save_and_load(self) -> None:
+    def save_and_load(self):
         self.state = self.target.restore(self.target.snapshot(self.state), MTP)
         self.drafter = self._new_drafter()
 
 
-def check(run: Run, oracle: MtpOracle, depth: int) -> float:
+def check(run, oracle, depth):
     """Compare the drafts of the present moment; returns the largest relative difference of the logits."""
     drafted = run.draft(depth)
     if len(run.tokens) < 2 or depth == 0:
@@ -130,24 +125,18 @@ def check(run: Run, oracle: MtpOracle, depth: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Callable[..., pathlib.Path]) -> Callable[[str], MtpOracle]:
+def oracle(checkpoint):
     return functools.cache(
         lambda shape: MtpOracle(checkpoint("qwen3_5", dtype="float32", **tiny.QWEN3_5_SHAPES[shape]))
     )
 
 
-def prompt_of(count: int, seed: int = 0) -> list[int]:
+def prompt_of(count, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
 
 
 @pytest.mark.parametrize("shape", cases(SHAPES, sample=4, mark="slow"))
-def test_drafts_after_prefill(
-    shape: str,
-    kernels: str,
-    make_target: Callable[..., Any],
-    oracle: Callable[[str], MtpOracle],
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_drafts_after_prefill(shape, kernels, make_target, oracle, record_property):
     """K = 1..4 and prompts from one token on: pairing, order of the halves, the chain."""
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
     worst = 0.0
@@ -160,9 +149,7 @@ def test_drafts_after_prefill(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_drafts_after_every_accept_count(
-    depth: int, kernels: str, make_target: Callable[..., Any], oracle: Callable[[str], MtpOracle]
-) -> None:
+def test_drafts_after_every_accept_count(depth, kernels, make_target, oracle):
     """Three cycles in a row for each count: catch-up rows, dropped chain entries, the last accepted row's hidden."""
     shape = "r3-gqa3-untied"
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
@@ -191,21 +178,13 @@ steps = st.one_of(
 
 @pytest.mark.parametrize("shape", ["r3-gqa3-untied", "attention-only"])
 @given(prompt=st.lists(token_ids, min_size=1, max_size=20), chunk=st.integers(1, 20), plan=st.lists(steps, max_size=7))
-def test_drafts_whatever_happened_before(
-    shape: str,
-    kernels: str,
-    make_target: Callable[..., Any],
-    oracle: Callable[[str], MtpOracle],
-    prompt: list[int],
-    chunk: int,
-    plan: list[tuple[str, Any]],
-) -> None:
+def test_drafts_whatever_happened_before(shape, kernels, make_target, oracle, prompt, chunk, plan):
     """Any story of cycles, plain decoding, further prompts, rewinds and saves; then a draft of 3."""
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
     check(told(target, prompt, chunk, plan), oracle(shape), 3)
 
 
-def told(target: Any, prompt: list[int], chunk: int, plan: list[tuple[str, Any]]) -> Run:
+def told(target, prompt, chunk, plan):
     """A sequence after this story."""
     run = Run(target)
     run.prefill(prompt, [chunk] * len(prompt))
@@ -226,7 +205,7 @@ def told(target: Any, prompt: list[int], chunk: int, plan: list[tuple[str, Any]]
     return run
 
 
-def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any]) -> None:
+def test_a_state_without_mtp_entries_is_refused(make_target):
     """A state that another drafter filled has lost the hidden states: drafting from it would pair wrong positions."""
     target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
     tokens = prompt_of(10)
@@ -244,7 +223,7 @@ def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any])
     assert len(drafter.propose(Context(tokens), 2).tokens) == 2
 
 
-def test_the_oracle_equals_transformers_trunk(checkpoint: Callable[..., pathlib.Path]) -> None:
+def test_the_oracle_equals_transformers_trunk(checkpoint):
     """The oracle's trunk is right on its own account, so agreeing with it is not agreeing with our own mistake."""
     transformers = pytest.importorskip("transformers")
     import torch

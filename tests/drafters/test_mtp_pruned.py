@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from specdec.contract import Context, DrafterEnv, DraftHead, ForwardPass, Needs, PrepareEnv
+from specdec.contract import ForwardPass, Needs, PrepareEnv
 from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
@@ -42,18 +39,11 @@ vocabularies = st.one_of(
 )
 
 
-def model_of(
-    folder: pathlib.Path,
-    target: ForwardPass,
-    config: MtpConfig,
-    kept: tuple[int, ...],
-    depth: int,
-    switches: Sequence[bool] = (),
-) -> Any:
+def model_of(folder, target, config, kept, depth, switches=()):
     """A language model whose drafter is pruned, rows gathered as ``prepare`` does; ``switches``: full head instead."""
     shared = PreparedVocabulary.of(target.draft_head(kept), target.info.vocab_size)
 
-    def make(env: DrafterEnv) -> MtpDrafter:
+    def make(env):
         drafter = MtpDrafter(config, attrs.evolve(env, shared=shared))
         if switches:
             switched(drafter, switches)
@@ -62,12 +52,12 @@ def model_of(
     return tiny.make_lm(folder, target, make, lambda: FixedPolicy(FixedConfig(depth=depth)))
 
 
-def switched(drafter: Any, switches: Sequence[bool]) -> None:
+def switched(drafter, switches):
     """Let the drafter take the full head where ``switches`` say so, in turn."""
     follow, turns = drafter._choice.follow, itertools.cycle(switches)
 
-    def switching(context: Context) -> DraftHead | None:
-        head: DraftHead | None = follow(context)
+    def switching(context):
+        head = follow(context)
         return None if next(turns) else head
 
     drafter._choice.follow = switching
@@ -86,19 +76,8 @@ def switched(drafter: Any, switches: Sequence[bool]) -> None:
     extra=st.sampled_from([{}, {}, {"top_k": 4}, {"presence_penalty": 1.0}, {"banned": tuple(range(0, VOCAB, 2))}]),
 )
 def test_strict_output_is_that_of_plain_decoding(
-    checkpoint: Callable[..., pathlib.Path],
-    make_target: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-    prompts: tuple[list[int], list[int]],
-    config: MtpConfig,
-    kept: tuple[int, ...],
-    depth: int,
-    temperature: float,
-    seed: int,
-    turn: str,
-    switches: list[bool],
-    extra: dict[str, Any],
-) -> None:
+    checkpoint, make_target, tmp_path_factory, prompts, config, kept, depth, temperature, seed, turn, switches, extra
+):
     """Two turns of a session; between them it goes on, is forked, saved and loaded, or goes back.
 
     The head is pruned or full as misses decide, and at any cycle beside that.
@@ -133,9 +112,7 @@ def test_strict_output_is_that_of_plain_decoding(
     tiny.assert_same_bits(held, tiny.state_arrays(target, plain._sequence.state))
 
 
-def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
+def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(checkpoint, make_target):
     """Catches: an error that switches drafting off for the rest of the session."""
     folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     kept = (3, 5, 7)
@@ -154,7 +131,7 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
 # --- the target's side ------------------------------------------------------------------------------------------------
 
 
-def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
+def test_a_head_belongs_to_its_target(make_target):
     target, other = make_target("qwen3_5", **tiny.HYBRID), make_target("qwen3_5")
     head = target.draft_head([5, 1, 5, 9])
     assert list(head.tokens) == [1, 5, 9]
@@ -187,7 +164,7 @@ class ManyTurns(MtpConfig):
     min_confidence: float = 0.3
 
 
-def _prepare(config: Any, env: PrepareEnv) -> PreparedVocabulary:
+def _prepare(config, env):
     """A vocabulary of three of the kit's five tokens, or two of three."""
     kept = [token for token in (0, 2, 3) if token < env.target.info.vocab_size]
     return PreparedVocabulary.of(env.target.draft_head(kept), env.target.info.vocab_size)
@@ -198,13 +175,13 @@ SPEC = attrs.evolve(mtp.specdec_drafters()[0], config=ManyTurns, prepare=_prepar
 
 @pytest.mark.slow
 @parametrize_checks(drafter=SPEC, effort="sample")
-def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
+def test_kit_with_added_ids_fallback_and_gate(check):
     check()
 
 
-def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> None:
+def test_prepare_with_a_target_that_prunes_nothing(tmp_path):
     class Plain(TableModel):
-        def draft_head(self, tokens: Any) -> Any:
+        def draft_head(self, tokens):
             return ForwardPass.draft_head(self, tokens)
 
     file = tmp_path / "v.json"

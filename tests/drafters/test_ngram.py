@@ -1,7 +1,5 @@
 """The n-gram drafter against its definition, written as a search through the text."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from specdec.contract import Context
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 
 
-def _searched(text: list[int], depth: int, orders: range) -> list[int]:
+def _searched(text, depth, orders):
     for order in orders:
         for end in range(len(text) - 1, order - 1, -1):
             if text[end - order : end] == text[len(text) - order :]:
@@ -26,7 +24,7 @@ def _searched(text: list[int], depth: int, orders: range) -> list[int]:
     shortest=st.integers(1, 4),
     more=st.integers(0, 6),
 )
-def test_drafts_are_those_of_a_search(text: list[int], steps: list[tuple[int, int]], shortest: int, more: int) -> None:
+def test_drafts_are_those_of_a_search(text, steps, shortest, more):
     drafter = NgramDrafter(NgramConfig(min_order=shortest, max_order=shortest + more))
     orders = range(shortest + more, shortest - 1, -1)
     for taken_back, depth in steps:

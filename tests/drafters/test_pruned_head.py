@@ -20,24 +20,24 @@ class Head(DraftHead):
     log: list[Any]
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self):
         return tuple(sorted(self.ids))
 
-    def extended(self, tokens: Any) -> Head:
+    def extended(self, tokens):
         assert len(set(tokens)) == len(tokens)
         assert not set(tokens) & set(self.ids)
         self.log.append(tuple(tokens))
         return Head((*self.ids, *tokens), self.log)
 
 
-def choice(kept: range | list[int], **settings: Any) -> HeadChoice:
+def choice(kept, **settings):
     return HeadChoice(PreparedVocabulary.of(Head(tuple(kept), []), VOCAB), PrunedHeadConfig(**settings))
 
 
-def expected(tokens: list[int], kept: list[int], max_miss: float, max_extra: int) -> tuple[set[int], float, bool]:
+def expected(tokens, kept, max_miss, max_extra):
     """The definition, with nothing kept between tokens but what it speaks of: added ids, share, head."""
-    added: list[int] = []  # by last occurrence
-    history: list[int] = []  # 1 for each miss
+    added = []  # by last occurrence
+    history = []  # 1 for each miss
     full = False
     for token in tokens:
         outside = token not in kept and token not in added
@@ -59,9 +59,7 @@ def expected(tokens: list[int], kept: list[int], max_miss: float, max_extra: int
     cuts=st.lists(st.integers(1, 120), max_size=6),
     rewound=st.booleans(),
 )
-def test_the_choice_is_a_function_of_the_tokens(
-    tokens: list[int], kept: list[int], max_miss: float, max_extra: int, cuts: list[int], rewound: bool
-) -> None:
+def test_the_choice_is_a_function_of_the_tokens(tokens, kept, max_miss, max_extra, cuts, rewound):
     followed = choice(kept, max_miss=max_miss, max_extra=max_extra)
     if rewound:  # a past that is not this one
         followed.follow(Context([(t + 1) % VOCAB for t in tokens]))
@@ -81,7 +79,7 @@ def test_the_choice_is_a_function_of_the_tokens(
     event(f"full: {full}")
 
 
-def test_added_rows_are_asked_for_once() -> None:
+def test_added_rows_are_asked_for_once():
     head = Head(tuple(range(10)), [])
     followed = HeadChoice(PreparedVocabulary.of(head, VOCAB), PrunedHeadConfig(max_miss=1.0, max_extra=100))
     tokens = [1, 20, 2, 21, 20]

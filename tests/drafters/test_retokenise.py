@@ -1,7 +1,5 @@
 """Text between two tokenizers: what is read depends on the tokens alone, and what is drafted extends them."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import assume, event, example, given
@@ -24,7 +22,7 @@ pairs = st.sampled_from(PAIRS)
 texts = st.lists(st.sampled_from([*WORDS, " ", "\n", "🙂", "x", "  "]), max_size=12).map("".join)
 
 
-def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+def ids_of(name):
     """Any token ids: words, special tokens, single bytes, ids of no token."""
     tokenizer = TOKENIZERS[name]
     some = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=20)
@@ -32,7 +30,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(some, spelt), max_size=3).map(lambda parts: [i for part in parts for i in part])
 
 
-def transcript(pair: tuple[str, str]) -> Transcript:
+def transcript(pair):
     return Transcript(TOKENIZERS[pair[0]], TOKENIZERS[pair[1]])
 
 

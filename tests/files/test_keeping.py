@@ -1,16 +1,13 @@
 """A file is replaced as a whole."""
 
-from __future__ import annotations
-
 import os
-import pathlib
 
 import pytest
 
 from specdec.files.keeping import replacing
 
 
-def test_a_link_that_waits_in_an_open_folder_is_not_written_through(tmp_path: pathlib.Path) -> None:
+def test_a_link_that_waits_in_an_open_folder_is_not_written_through(tmp_path):
     """Catches: a temporary file with a name that others can foresee."""
     mine = tmp_path / "mine"
     mine.write_text("kept")
@@ -26,11 +23,11 @@ def test_a_link_that_waits_in_an_open_folder_is_not_written_through(tmp_path: pa
     assert not (shared / "t.json").is_symlink()
 
 
-def test_an_error_in_the_block_leaves_the_old_file_alone(tmp_path: pathlib.Path) -> None:
+def test_an_error_in_the_block_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 
-    def interrupted() -> None:
+    def interrupted():
         with replacing(path) as new:
             new.write_text("new")
             raise KeyboardInterrupt

@@ -5,13 +5,9 @@ mutant that loads is another checkpoint (a weight or an id differs); its weights
 ``campaign.py`` says how many seeds are tried.
 """
 
-from __future__ import annotations
-
 import functools
-import pathlib
 import random
 import shutil
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,7 +20,7 @@ SHARE = 20  # times the folder's bytes: packed weights become float32, headers P
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+def subject(tmp_path_factory):
     """``subject("hybrid")``: the folder of a sound checkpoint, written once."""
     folder = tmp_path_factory.mktemp("subjects")
     return functools.cache(
@@ -33,29 +29,27 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib
 
 
 @pytest.fixture(scope="module")
-def loader(subject: Callable[[str], pathlib.Path]) -> Iterator[Loader]:
+def loader(subject):
     loader = Loader(subject("hybrid"))
     yield loader
     loader.close()
 
 
-def bytes_of(path: pathlib.Path) -> int:
+def bytes_of(path):
     """What the files of a folder take on the disk; a sparse file takes little."""
     return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", checkpoint_mutants.SUBJECTS)
-def test_every_subject_is_sound(name: str, subject: Callable[[str], pathlib.Path], loader: Loader) -> None:
+def test_every_subject_is_sound(name, subject, loader):
     """Otherwise every mutant below could be refused for another reason."""
     for command_line in (False, True):
         assert loader.attempt(subject(name), command_line=command_line)["outcome"] == "loaded"
 
 
 @pytest.mark.parametrize("seeds", blocks())
-def test_a_mutated_checkpoint_or_configuration(
-    seeds: range, subject: Callable[[str], pathlib.Path], loader: Loader, tmp_path: pathlib.Path
-) -> None:
+def test_a_mutated_checkpoint_or_configuration(seeds, subject, loader, tmp_path):
     found = []
     for seed in seeds:
         rng = random.Random(f"checkpoint {seed}")

@@ -11,7 +11,6 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import pytest
 from tests.fuzz.campaign import blocks
 from tests.fuzz.mutations import mutate_bytes, mutate_json
 from tests.processes import HUNG
-from tests.serving.serving import ASK, Server, serving
+from tests.serving.serving import ASK, serving
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -70,10 +69,10 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def _schema(rng: random.Random) -> dict[str, Any]:
+def _schema(rng):
     """A schema that is deep, long, or cannot be met."""
     n = rng.choice((1, 10, 300, 3000))
-    chain: dict[str, Any] = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(n)}
+    chain = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(n)}
     texts = [{"const": f"value {i}"} for i in range(n)]
     return rng.choice(
         (
@@ -91,7 +90,7 @@ def _schema(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def _body(rng: random.Random) -> tuple[str, bytes]:
+def _body(rng):
     path, good = rng.choice(GOOD)
     match rng.randrange(8):
         case 0:
@@ -106,7 +105,7 @@ def _body(rng: random.Random) -> tuple[str, bytes]:
             return path, mutate_json(rng, good).data
 
 
-def hostile(rng: random.Random) -> tuple[list[bytes], bool]:
+def hostile(rng):
     """What a connection sends, in pieces, and whether it is certainly a whole request."""
     path, body = _body(rng)
     head = [f"POST {path} HTTP/1.1".encode(), b"Host: localhost", b"Connection: close"]
@@ -147,7 +146,7 @@ def hostile(rng: random.Random) -> tuple[list[bytes], bool]:
     return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)], kind > 4
 
 
-def exchange(server: Server, pieces: list[bytes], seconds: float) -> bytes:
+def exchange(server, pieces, seconds):
     """What comes back, if it comes within this time."""
     host, port = server.host.split(":")
     answer = b""
@@ -162,7 +161,7 @@ def exchange(server: Server, pieces: list[bytes], seconds: float) -> bytes:
     return answer
 
 
-def check(answer: bytes) -> None:
+def check(answer):
     """Nothing, or a response that is no 500; an error is a short line that gives nothing away."""
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     if not answer:
@@ -178,13 +177,13 @@ def check(answer: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Server]:
+def small():
     with serving("--keep", 0, "--most-tokens", 8) as server:
         yield server
 
 
 @pytest.mark.parametrize("seeds", blocks())
-def test_a_hostile_request(seeds: range, small: Server) -> None:
+def test_a_hostile_request(seeds, small):
     truth = small.post(CHAT, {**ASK, "max_tokens": 8})[2]["choices"]
     for seed in seeds:
         rng = random.Random(f"request {seed}")

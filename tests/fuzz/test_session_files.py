@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
-import pathlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -55,7 +53,7 @@ class Subject:
     truth: tuple[tuple[int, ...], ...]  # for each of SETTINGS
 
     @classmethod
-    def of(cls, lm: Any, folder: pathlib.Path) -> Subject:
+    def of(cls, lm, folder):
         """A session in the middle of a text, with counters and extra data."""
         session, longer, file = lm.session(), lm.session(), folder / "file"
         session.extra = {"title": "a talk", "turns": [1, {"end": None}], "share": 0.5}
@@ -73,23 +71,23 @@ class Subject:
 
 
 @pytest.fixture(scope="session")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+def subjects(tmp_path_factory):
     """``subjects("llama, ngram")``: made once, and only if a seed asks for it."""
     folder = tmp_path_factory.mktemp("fuzzed")
-    made: dict[str, Subject] = {}
-    written: dict[str, Any] = {}
+    made = {}
+    written = {}
 
-    def folders() -> composed.Folders:
+    def folders():
         if not written:
             written["all"] = composed.write_folders(folder)
-        return written["all"]  # type: ignore[no-any-return]
+        return written["all"]
 
-    def load(kind: str) -> Any:
+    def load(kind):
         family, _, drafter = kind.partition(", ")
         model = folders().llama if family == "llama" else folders().target
         if family == "latent":
             model = str(tiny_families.write_deepseek_v3(folder / "latent"))
-        table: dict[str, Any] = {"name": drafter.replace(" ", "_") or "none"}
+        table = {"name": drafter.replace(" ", "_") or "none"}
         if drafter == "draft model":
             table["model"] = folders().blurred if family == "hybrid" else folders().target
         if drafter == "chain":
@@ -97,7 +95,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
             table = {"name": "first_of", "drafters": [second, {"name": "mtp"}]}
         return specdec.load(model, dtype="float32", depth=2, drafter=table)
 
-    def subject(kind: str) -> Subject:
+    def subject(kind):
         if kind not in made:
             made[kind] = Subject.of(load(kind), folder)
         return made[kind]
@@ -105,7 +103,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
     return subject
 
 
-def mutated(rng: random.Random, subject: Subject) -> Mutant:
+def mutated(rng, subject):
     """One mutant of a subject's file; the description is mutated as often as the rest together."""
     if rng.random() < 0.5:
         made = mutate_safetensors(rng, subject.data, subject.other)
@@ -117,7 +115,7 @@ def mutated(rng: random.Random, subject: Subject) -> Mutant:
     return attrs.evolve(made, what=f"{made.what}, sealed", data=sealed(made.data)) if rng.random() < 0.5 else made
 
 
-def sealed(data: bytes) -> bytes:
+def sealed(data):
     """The file with the checksum of its contents, if it can be read at all."""
     try:
         tensors = safetensors.torch.load(data)
@@ -129,7 +127,7 @@ def sealed(data: bytes) -> bytes:
     return file.pack()
 
 
-def outcome(rng: random.Random, subject: Subject, mutant: Mutant, file: pathlib.Path) -> str:
+def outcome(rng, subject, mutant, file):
     """What loading a mutant led to: "refused", "equal" or, for what no check can know, "forged"."""
     file.write_bytes(mutant.data)
     session = subject.lm.session()
@@ -148,7 +146,7 @@ def outcome(rng: random.Random, subject: Subject, mutant: Mutant, file: pathlib.
     return "equal"
 
 
-def raised(call: Callable[[], object], kind: type[SpecdecError] = SpecdecError) -> str:
+def raised(call, kind=SpecdecError):
     """The message of an error of this kind, or "". Other errors are not caught."""
     try:
         call()
@@ -160,7 +158,7 @@ def raised(call: Callable[[], object], kind: type[SpecdecError] = SpecdecError) 
     return message
 
 
-def contents(data: bytes) -> Any:
+def contents(data):
     """The numbers in the arrays of a file that was loaded."""
     arrays = safetensors.torch.load(data)
     return {
@@ -169,10 +167,8 @@ def contents(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("seeds", blocks())
-def test_a_mutated_file_is_refused_or_goes_on_equally(
-    seeds: range, subjects: Callable[[str], Subject], tmp_path: pathlib.Path
-) -> None:
-    found: collections.Counter[str] = collections.Counter()
+def test_a_mutated_file_is_refused_or_goes_on_equally(seeds, subjects, tmp_path):
+    found = collections.Counter()
     for seed in seeds:
         rng = random.Random(seed)
         kind = KINDS[seed % len(KINDS)]
@@ -186,14 +182,12 @@ def test_a_mutated_file_is_refused_or_goes_on_equally(
 
 
 @pytest.mark.parametrize("kind", cases(KINDS, sample={"llama, ngram", "latent, mtp"}, mark="slow"))
-def test_structural_changes_are_refused_though_the_checksum_is_right(
-    kind: str, subjects: Callable[[str], Subject], tmp_path: pathlib.Path
-) -> None:
+def test_structural_changes_are_refused_though_the_checksum_is_right(kind, subjects, tmp_path):
     """Every array: another dtype, a dimension less or more, one row of it, NaN, gone, or one more."""
     subject = subjects(kind)
     file = SafetensorsFile.parse(subject.data)
     whole = file.arrays()
-    changes: dict[str, Callable[[Any], Any]] = {
+    changes = {
         "float64": lambda a: ("F64", a.astype("<f8")),
         "int64": lambda a: ("I64", a.astype("<i8")),
         "one more dimension": lambda a: (None, a[None]),

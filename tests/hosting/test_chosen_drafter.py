@@ -1,7 +1,5 @@
 """Which drafter the environment names, and what is said when it names none."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdec.config import Choice

@@ -1,7 +1,5 @@
 """A host gets usable drafts whatever the drafter does, and the drafts are those of specdec's own engine."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -32,12 +30,12 @@ def _registry():
     use_registry(former)
 
 
-def hosted(name: str, **options) -> HostedDrafter:
+def hosted(name, **options):
     own = {key: options.pop(key) for key in ("trace", "sessions", "pausing", "clock") if key in options}
     return HostedDrafter(Choice(name, options), INFO, **{"pausing": False} | own)
 
 
-def served(drafter: HostedDrafter, seed: int, depth: int = 4):
+def served(drafter, seed, depth=4):
     rng = random.Random(seed)
     requests = random_requests(rng)
     serve(
@@ -136,10 +134,10 @@ def test_a_drafter_that_cannot_run_in_a_host_is_refused_with_the_reason(name):
 class Clock:
     """Time that passes only where a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 

@@ -1,7 +1,5 @@
 """A request's session is found by its tokens alone."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -22,8 +20,8 @@ def arrays(*histories):
 def test_a_request_keeps_its_session_from_batch_to_batch(seed):
     """Or gets one that knows more of its history, left by an equal request."""
     rng = random.Random(seed)
-    sessions: HostSessions[HostSession] = HostSessions(256, HostSession)
-    last: list[list[int]] = []
+    sessions = HostSessions(256, HostSession)
+    last = []
 
     def propose(new, histories, lengths, buffer):
         nonlocal last
@@ -48,7 +46,7 @@ def test_a_request_keeps_its_session_from_batch_to_batch(seed):
 
 
 def test_sessions_expire_by_recency_and_those_of_the_batch_stay():
-    sessions: HostSessions[HostSession] = HostSessions(3, HostSession)
+    sessions = HostSessions(3, HostSession)
     for number in range(10):
         (session,) = sessions.find(arrays([number, 1]))
         session.follow(np.array([number, 1]))
@@ -65,7 +63,7 @@ def test_sessions_expire_by_recency_and_those_of_the_batch_stay():
 
 
 def test_a_conversation_that_goes_back_keeps_its_session_if_more_than_half_stays():
-    sessions: HostSessions[HostSession] = HostSessions(8, HostSession)
+    sessions = HostSessions(8, HostSession)
     (first,) = sessions.find(arrays([1, 2, 3, 4, 5, 6]))
     first.follow(np.array([1, 2, 3, 4, 5, 6]))
     assert sessions.find(arrays([1, 2, 3, 4, 9])) == [first]
@@ -73,7 +71,7 @@ def test_a_conversation_that_goes_back_keeps_its_session_if_more_than_half_stays
 
 
 def test_a_new_request_does_not_take_the_session_of_one_in_the_same_batch():
-    sessions: HostSessions[HostSession] = HostSessions(8, HostSession)
+    sessions = HostSessions(8, HostSession)
     history = list(range(20))
     (first,) = sessions.find(arrays(history))
     first.follow(np.array(history))

@@ -1,7 +1,5 @@
 """Traces: what was written is read again, whatever was cut off; a wrong line is named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,16 +3,10 @@
 The oracles are float64 numpy, straight from the equations (``models/mtp_oracle.py``), and share no code with us.
 """
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 
 from specdec.errors import UnsupportedError
-from specdec.measuring import AcceptanceReport, measure_acceptance
+from specdec.measuring import measure_acceptance
 from specdec.measuring.ablations import SWITCHES, AblatedLM, inapplicable
 from specdec.measuring.prompts import Prompt
 from specdec.records.cost_table import CostTable
@@ -28,14 +22,14 @@ COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = 9
 
 
-def with_mistake(oracle: Any, switch: str) -> Any:
+def with_mistake(oracle, switch):
     """The oracle, making a mistake of ours."""
     right = oracle.mtp
     if switch in MISTAKES:
         oracle.mistake = MISTAKES[switch]
     elif switch == "no-rotary":
 
-        def unrotated(tokens: Sequence[int], hidden: Any) -> Any:
+        def unrotated(tokens, hidden):
             oracle._rotate = lambda x: x
             try:
                 return right(tokens, hidden)
@@ -62,15 +56,8 @@ CASES = [
 @pytest.mark.parametrize("switch", [*SWITCHES, "none"])
 @pytest.mark.parametrize(("family", "shape", "settings", "oracle"), CASES)
 def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
-    switch: str,
-    family: str,
-    shape: str,
-    settings: dict[str, Any],
-    oracle: Any,
-    kernels: str,
-    checkpoint: Callable[..., pathlib.Path],
-    make_target: Callable[..., Any],
-) -> None:
+    switch, family, shape, settings, oracle, kernels, checkpoint, make_target
+):
     """After the prompt, and after cycles in which all, some and none of the draft were accepted."""
     target = make_target(family, kernels=kernels, **settings)
     wrong = with_mistake(oracle(checkpoint(family, dtype="float32", **settings)), switch)
@@ -82,7 +69,7 @@ def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
     check(run, wrong, 4)
 
 
-def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..., Any], kernels: str) -> None:
+def test_without_a_switch_it_has_the_bits_of_the_target(make_target, kernels):
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
     ours, theirs = Run(AblatedLM(target, ())), Run(target)
     for run in (ours, theirs):
@@ -91,7 +78,7 @@ def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..
     assert all((a == b).all() for a, b in zip(ours.target.seen, theirs.target.seen, strict=True))
 
 
-def test_a_state_without_its_prompt_survives_a_snapshot(make_target: Callable[..., Any]) -> None:
+def test_a_state_without_its_prompt_survives_a_snapshot(make_target):
     target = AblatedLM(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
     drafts = []
     for saving in (False, True):
@@ -110,13 +97,13 @@ def test_a_state_without_its_prompt_survives_a_snapshot(make_target: Callable[..
     assert run.draft(3) == _fresh(target, run.tokens).draft(3)
 
 
-def _fresh(target: Any, tokens: Sequence[int]) -> Run:
+def _fresh(target, tokens):
     run = Run(target)
     run.prefill(tokens)
     return run
 
 
-def test_what_has_no_such_head_is_refused(make_target: Callable[..., Any]) -> None:
+def test_what_has_no_such_head_is_refused(make_target):
     without = make_target("qwen3_5", mtp=False)
     assert inapplicable(without, "gate-silu") == "this qwen3_5 model has no MTP head"
     assert "not of table" in str(inapplicable(TableModel.random(mtp=True), "gate-silu"))
@@ -131,7 +118,7 @@ def test_what_has_no_such_head_is_refused(make_target: Callable[..., Any]) -> No
 # --- measured --------------------------------------------------------------------------------------------------------
 
 
-def measured(lm: Any, depth: int = 3, **settings: Any) -> AcceptanceReport:
+def measured(lm, depth=3, **settings):
     texts = ["def add(a, b):\n", "The river flows through the", "import json\n\n\ndef load(path):\n", "In 1901 he"]
     mine = {"own": [Prompt(kind="own", text=text) for text in texts]}
     settings = {"max_new_tokens": 24, "ignore_eos": True, **settings}

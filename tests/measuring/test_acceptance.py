@@ -1,28 +1,23 @@
 """Counters, rates and predictions against drafts whose fate was written down beforehand."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
-from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter
+from specdec.contract import NO_NEEDS, CycleRecord, Draft, Drafter
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance
 from specdec.measuring.drafts import log_rows
 from specdec.measuring.runs import Run
 from specdec.records.cost_table import CostTable
-from tests import tiny
 
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = "abcdefgh"
 
 
-def drafted(position: int, depth: int, tokens: Sequence[int], accepted: int) -> CycleRecord:
+def drafted(position, depth, tokens, accepted):
     """A cycle that drafted these tokens, without times."""
     return CycleRecord(position, depth, len(tokens), accepted, (), 0.0, 0.0, 0.0, drafted=tuple(tokens))
 
@@ -33,11 +28,11 @@ class Scripted(Drafter):
     A step of the script is ``(length, right)``: tokens drafted, and how many of them are right; then it starts over.
     """
 
-    def __init__(self, truth: Sequence[int], start: int, script: Sequence[tuple[int, int]], vocab: int) -> None:
+    def __init__(self, truth, start, script, vocab):
         self._truth, self._start, self._script, self._vocab = truth, start, script, vocab
         self.cycle = 0
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def propose(self, context, depth):
         length, right = self._script[self.cycle % len(self._script)]
         self.cycle += 1
         at = len(context) - self._start
@@ -45,26 +40,11 @@ class Scripted(Drafter):
         return Draft(tuple(t if i < right else (t + 1) % self._vocab for i, t in enumerate(known)))
 
 
-def with_drafter(lm: Any, **changes: Any) -> Any:
+def with_drafter(lm, **changes):
     return attrs.evolve(lm, drafter=attrs.evolve(lm.drafter, spec=attrs.evolve(lm.drafter.spec, **changes)))
 
 
-@pytest.fixture
-def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
-    """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script."""
-    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
-
-    def lm(script: Sequence[tuple[int, int]], **generation: Any) -> Any:
-        made = tiny.make_lm(folder, target, ignore_eos=True, **generation)
-        ids = made.tokenizer.encode(PROMPT)
-        truth = tiny.plain_run(target, ids, 48)
-        factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-        return with_drafter(made, factory=factory)
-
-    return lm
-
-
-def prompts(*kinds: str, count: int = 1) -> dict[str, list[Prompt]]:
+def prompts(*kinds, count=1):
     return {kind: [Prompt(kind=kind, text=PROMPT, source=f"{kind} {n}") for n in range(count)] for kind in kinds}
 
 
@@ -93,14 +73,14 @@ def test_counters_of_a_script(scripted):
 
 def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
     lm = scripted([(4, 1)])
-    seen: list[str] = []
+    seen = []
 
-    def progress(done: int, planned: int) -> None:
+    def progress(done, planned):
         assert planned == 6
         if done == 3:
             run.stop()
 
-    def on_run(one: Run) -> None:
+    def on_run(one):
         seen.append(one.prompt.source)
 
     run = AcceptanceMeasurement(
@@ -117,7 +97,7 @@ def test_a_drafter_that_fails_is_told(scripted):
     lm = scripted([(4, 1)])
 
     class Failing(Drafter):
-        def propose(self, context: Context, depth: int) -> Draft:
+        def propose(self, context, depth):
             raise RuntimeError("no idea")
 
     lm = with_drafter(lm, factory=lambda config, env: Failing())
@@ -151,12 +131,12 @@ def test_what_cannot_be_measured_is_refused(scripted):
 class Letters:
     """A tokenizer of one letter per id."""
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, ids, skip_special=True):
         assert not skip_special
         return "".join(chr(97 + token) for token in ids)
 
 
-def lettered() -> Run:
+def lettered():
     """The prompt "ab", then "cdefg"; drafts "cde", "xx", "fgh" (the last one cut by the end), and one empty one."""
     ids = {letter: ord(letter) - 97 for letter in "abcdefghx"}
     spell = lambda text: tuple(ids[letter] for letter in text)  # noqa: E731
@@ -175,7 +155,7 @@ def lettered() -> Run:
 
 
 def test_a_row_of_the_log_has_drafted_beside_actual():
-    rows = list(log_rows(lettered(), Letters()))  # type: ignore[arg-type]
+    rows = list(log_rows(lettered(), Letters()))
     assert len(rows) == 3  # the cycle without a draft has none
     assert rows[0] == {
         "class": "code",
@@ -197,7 +177,7 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
     lm = scripted([(4, 1)])
 
     class Stopping(Scripted):
-        def propose(self, context: Context, depth: int) -> Draft:
+        def propose(self, context, depth):
             if self.cycle == 2:
                 run.stop()  # a signal in the middle of the first prompt
             return super().propose(context, depth)

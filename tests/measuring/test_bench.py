@@ -1,10 +1,5 @@
 """The comparison of plain and speculative decoding: its counts, its algebra, and that it sees a difference."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -14,39 +9,24 @@ from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sam
 from specdec.measuring import bench as bench_module
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement, compare
-from specdec.measuring.runs import Run, generate
+from specdec.measuring.runs import generate
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
-from specdec.registry.parts import DepthPart, DrafterPart
+from specdec.registry.parts import DepthPart
 from specdec.verifiers.strict import StrictVerifier
-from tests import tiny
-from tests.measuring.test_acceptance import PROMPT, Scripted, prompts
+from tests.measuring.test_acceptance import prompts
 
 COSTS = CostTable(verify={1: 1.0, 2: 1.25, 4: 1.75}, draft={0: 0.0, 1: 0.25, 3: 0.75}, commit=0.5)
 
 
 @pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _costs(monkeypatch):
     monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
 
 
-@pytest.fixture
-def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
-    """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script, at depth 4."""
-    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
-
-    def lm(script: Sequence[tuple[int, int]]) -> Any:
-        made = tiny.make_lm(folder, target, ignore_eos=True)
-        ids = made.tokenizer.encode(PROMPT)
-        truth = tiny.plain_run(target, ids, 48)
-        factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-        return attrs.evolve(
-            made,
-            drafter=DrafterPart(spec=attrs.evolve(made.drafter.spec, factory=factory)),
-            depth=DepthPart.of(Choice("fixed", {"depth": 4})),
-        )
-
-    return lm
+def deep(lm):
+    """``lm`` at depth 4."""
+    return attrs.evolve(lm, depth=DepthPart.of(Choice("fixed", {"depth": 4})))
 
 
 class AcceptsAll(Verifier):
@@ -54,22 +34,20 @@ class AcceptsAll(Verifier):
 
     guarantee = Guarantee.EXACT
 
-    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+    def verify(self, draft, logits, context):
         return Verdict(len(draft.tokens), logits.argmax()[len(draft.tokens)])
 
 
-def test_both_arms_run_interleaved_and_are_counted(
-    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
+def test_both_arms_run_interleaved_and_are_counted(scripted, monkeypatch):
+    order = []
 
-    def noted(lm: Any, *args: Any, **settings: Any) -> Run:
+    def noted(lm, *args, **settings):
         order.append("A" if lm.drafter.spec.name == "none" else "B")
         return generate(lm, *args, **settings)
 
     monkeypatch.setattr(runs, "generate", noted)
-    ticks: list[tuple[int, int]] = []
-    lm = scripted([(4, 2), (4, 0)])
+    ticks = []
+    lm = deep(scripted([(4, 2), (4, 0)]))
     report = compare(
         lm, prompts("one", count=2), repeats=2, max_new_tokens=20, progress=lambda *tick: ticks.append(tick)
     )
@@ -93,8 +71,8 @@ def test_both_arms_run_interleaved_and_are_counted(
     assert len(data["prompts"]) == 16
 
 
-def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any]) -> None:
-    lm = attrs.evolve(scripted([(4, 2)]), verifier=AcceptsAll())
+def test_a_verifier_that_is_not_exact_is_found_out(scripted):
+    lm = attrs.evolve(deep(scripted([(4, 2)])), verifier=AcceptsAll())
     report = compare(lm, prompts("one"), max_new_tokens=12)
     # the third drafted token is the first wrong one
     assert [one.differs_at for one in report.prompts] == [2]
@@ -102,8 +80,8 @@ def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any])
     assert report.broken_promise == (report.environment.parity == "bitwise")
 
 
-def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:
-    lm = scripted([(4, 2)])
+def test_stopping_reports_what_was_done(scripted):
+    lm = deep(scripted([(4, 2)]))
     run = BenchMeasurement(
         lm, prompts("one", count=3), max_new_tokens=8, progress=lambda done, planned: run.stop() if done == 4 else None
     )
@@ -120,7 +98,7 @@ def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:
 # --- algebra ---------------------------------------------------------------------------------------------------------
 
 
-def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float) -> CycleRecord:
+def cycle(offered, emitted, draft, verify, commit):
     return CycleRecord(
         position=9,
         depth=offered,
@@ -133,7 +111,7 @@ def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float
     )
 
 
-def test_prediction_and_terms_by_hand() -> None:
+def test_prediction_and_terms_by_hand():
     cycles = [cycle(3, 4, 1.0, 2.0, 0.5), cycle(1, 1, 0.5, 1.0, 0.5)]
     plain_cycles = [cycle(0, 1, 0.0, 1.0, 0.5)]
     # 5 tokens; t(0) = 1.5, t(3) = 1.75 + 0.75 + 0.5, t(1) = 1.25 + 0.25 + 0.5
@@ -154,26 +132,26 @@ def test_prediction_and_terms_by_hand() -> None:
 class Row(Logits):
     """K+1 rows whose best token is the row's number plus 100."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows):
         self._rows = rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._rows
 
-    def argmax(self) -> list[int]:
+    def argmax(self):
         return [100 + row for row in range(self._rows)]
 
-    def topk(self, k: int) -> Any:
+    def topk(self, k):
         raise AssertionError
 
-    def gather(self, tokens: Sequence[int]) -> Any:
+    def gather(self, tokens):
         raise AssertionError
 
-    def rows(self) -> Any:
+    def rows(self):
         raise AssertionError
 
 
-def imposed(profile: Sequence[float], depth: int, cycles: int) -> list[Verdict]:
+def imposed(profile, depth, cycles):
     verifier = SyntheticVerifier(StrictVerifier(), profile)
     context = Context([1, 2, 3], Sampling(seed=5))
     verdicts = []
@@ -183,7 +161,7 @@ def imposed(profile: Sequence[float], depth: int, cycles: int) -> list[Verdict]:
     return verdicts
 
 
-def test_imposed_acceptance_has_the_profile_and_its_tail() -> None:
+def test_imposed_acceptance_has_the_profile_and_its_tail():
     """Cumulative rates over 600 cycles within 4 standard deviations; beyond the profile the last rate goes on."""
     count, profile = 600, (0.8, 0.4)
     accepted = np.array([verdict.accepted for verdict in imposed(profile, 4, count)])

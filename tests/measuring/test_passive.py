@@ -1,10 +1,5 @@
 """Passive measurements and acceptance by kind of token."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import attrs
 import pytest
 
@@ -24,23 +19,21 @@ COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 class OneRow:
     """A target that lets no pass of several rows through to decoding."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target):
         self._target = target
         self.passes = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._target, name)
 
-    def decode(self, state: Any, tokens: Sequence[int]) -> Any:
+    def decode(self, state, tokens):
         assert len(tokens) == 1
         self.passes += 1
         return self._target.decode(state, tokens)
 
 
 @pytest.mark.parametrize(("drafter", "depth", "temperature"), [("mtp", 4, 0.0), ("mtp", 1, 0.9), ("ngram", 4, 0.9)])
-def test_the_drafts_are_those_of_an_active_run_and_nothing_is_verified(
-    drafter: str, depth: int, temperature: float, load: Callable[..., Any]
-) -> None:
+def test_the_drafts_are_those_of_an_active_run_and_nothing_is_verified(drafter, depth, temperature, load):
     """Wherever the active run drafted, the passive one drafted the same and accepts as much of it."""
     lm = at_depth(variant(load("demo", "bfloat16"), drafter), depth)
     settings = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
@@ -60,7 +53,7 @@ def test_the_drafts_are_those_of_an_active_run_and_nothing_is_verified(
     assert compared > 0
 
 
-def test_a_verifier_that_accepts_other_tokens_is_refused(load: Callable[..., Any]) -> None:
+def test_a_verifier_that_accepts_other_tokens_is_refused(load):
     lm = attrs.evolve(
         variant(load("demo", "bfloat16"), "mtp"), verifier=make_verifier(Choice("margin", {"margin": 1.0}))
     )
@@ -68,10 +61,10 @@ def test_a_verifier_that_accepts_other_tokens_is_refused(load: Callable[..., Any
         measure_acceptance(lm, {"one": [Prompt(kind="one", text=CODE)]}, passive=True)
 
 
-def test_the_report_of_a_passive_measurement(load: Callable[..., Any]) -> None:
+def test_the_report_of_a_passive_measurement(load):
     lm = variant(load("demo", "bfloat16"), "mtp")
     prompts = {"one": [Prompt(kind="one", text=CODE)]}
-    options: dict[str, Any] = {"depth": 3, "costs": COSTS, "max_new_tokens": 40, "ignore_eos": True}
+    options = {"depth": 3, "costs": COSTS, "max_new_tokens": 40, "ignore_eos": True}
     report = measure_acceptance(lm, prompts, passive=True, **options)
     (group,) = report.classes
     assert [place.offered for place in group.positions] == [39, 38, 37]  # the last step has room for no draft

@@ -1,7 +1,5 @@
 """Break-even and verdicts against enumeration, published figures and the thresholds themselves."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -14,7 +12,7 @@ from specdec.measuring.speed_model import Advice, Prediction, advise, break_even
 shares = st.floats(0.0, 1.0)
 
 
-def enumerated(acceptance: list[float]) -> float:
+def enumerated(acceptance):
     """Tokens of a cycle over all outcomes: every draft token is right or wrong, the first wrong one ends it."""
     expected = 0.0
     for outcome in itertools.product((True, False), repeat=len(acceptance)):

@@ -1,7 +1,5 @@
 """The adaptive policy against scripted acceptance and cost: regret, switching off, coming back. No clock is read."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

@@ -1,7 +1,5 @@
 """What a depth is worth, learnt from cycles; and when another depth is tried."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +9,7 @@ from specdec.policies.adaptive import HOPELESS, TRIES, Trials
 from specdec.policies.rates import STALE, PassCosts, Rates
 
 
-def cycle(
-    depth: int, accepted: int, *, offered: int | None = None, draft: float = 0.0, verify: float = 1.0
-) -> CycleRecord:
+def cycle(depth, accepted, *, offered=None, draft=0.0, verify=1.0):
     drafted = depth if offered is None else offered
     return CycleRecord(9, depth, drafted, accepted, (0,) * (accepted + 1), draft, verify, 0.0)
 
@@ -63,7 +59,7 @@ def test_a_restart_forgets_acceptance_and_keeps_times():
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
-def run(trials: Trials, current: int, cycles: int, *, gain: float = 0.0, opinion: bool = True) -> list[int]:
+def run(trials, current, cycles, *, gain=0.0, opinion=True):
     """The depths of so many cycles of one token each, all drafts rejected; while off, a trial comes after four."""
     depths = []
     for _ in range(cycles):

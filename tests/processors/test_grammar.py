@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -35,7 +34,7 @@ LONGEST = 80  # tokens of an output; the grammars below end long before, JSON st
 _ATOMS = st.sampled_from(["a", "b", "t", "true", "12", "[ab]", "[^t]", "é"])
 
 
-def _joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def _joined(inner):
     bounds = st.sampled_from(["?", "{2}", "{0,2}", "{1,3}"])
     return st.one_of(
         st.lists(inner, min_size=2, max_size=3).map("".join),
@@ -65,7 +64,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
-def conforms(value: Any, schema: dict[str, Any]) -> bool:
+def conforms(value, schema):
     """JSON Schema, as far as SCHEMAS use it."""
     if "enum" in schema:
         return any(type(value) is type(choice) and value == choice for choice in schema["enum"])
@@ -91,7 +90,7 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 BALANCED = 'start: "(" start ")" | "[" start "]" | "ab"'
 
 
-def balanced(text: str) -> bool:
+def balanced(text):
     """Whether ``text`` is a sentence of BALANCED."""
     while text != "ab":
         if len(text) < 2 or (text[0], text[-1]) not in {("(", ")"), ("[", "]")}:
@@ -106,10 +105,10 @@ def balanced(text: str) -> bool:
 class Scripted(Drafter):
     """Drafts from a list of guesses about the output, each with one token replaced; also illegal and end tokens."""
 
-    def __init__(self, output: Sequence[int], script: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, output, script):
         self._output, self._script = list(output), list(script)
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def propose(self, context, depth):
         if not self._script:
             return Draft()
         length, at, token = self._script[context.cycle % len(self._script)]
@@ -128,16 +127,7 @@ SCRIPTS = st.lists(
 )
 
 
-def generate(
-    target: TableModel,
-    config: GrammarConfig,
-    drafter: Drafter | None = None,
-    *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    depth: int = 8,
-    least: int = 0,
-) -> list[int]:
+def generate(target, config, drafter=None, *, temperature=0.0, seed=0, depth=8, least=0):
     """The output under a grammar: its tokens, the end token included where it ended."""
     tokens, stats = list(PROMPT), RunStats()
     processor = GrammarProcessor(config, words.env(len(PROMPT)))
@@ -155,7 +145,7 @@ def generate(
         context=Context(tokens, sampling, generated_from=len(PROMPT)),
     )
 
-    def cut(emitted: tuple[int, ...]) -> int:
+    def cut(emitted):
         return next((i for i, token in enumerate(emitted, start=1) if token in ENDS), len(emitted))
 
     while len(tokens) - len(PROMPT) < LONGEST and tokens[-1] not in ENDS:
@@ -164,7 +154,7 @@ def generate(
     return tokens[len(PROMPT) :][:LONGEST]
 
 
-def text_of(output: Sequence[int]) -> str:
+def text_of(output):
     """The text without its end token."""
     return words.tokenizer().decode([token for token in output if token not in ENDS])
 
@@ -215,7 +205,7 @@ def test_no_draft_changes_the_output(config, target, law, script, depth):
 # --- the processor by itself -----------------------------------------------------------------------------------------
 
 
-def allowed(processor: GrammarProcessor, history: Sequence[int]) -> set[int]:
+def allowed(processor, history):
     """The tokens that may follow."""
     masked = processor.process(np.zeros(V, np.float32), [*PROMPT, *history])
     assert masked.dtype == np.float32
@@ -223,7 +213,7 @@ def allowed(processor: GrammarProcessor, history: Sequence[int]) -> set[int]:
     return set(np.flatnonzero(masked == 0).tolist())
 
 
-def fresh(config: GrammarConfig) -> GrammarProcessor:
+def fresh(config):
     return GrammarProcessor(config, words.env(len(PROMPT)))
 
 

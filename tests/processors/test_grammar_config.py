@@ -1,7 +1,5 @@
 """What holds without the extra: the configuration, the registration, and the error that names what to install."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,9 +1,5 @@
 """Cost tables: lines between what was measured, what measuring leaves alone, and files that belong to one machine."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import attrs
 import pytest
 from hypothesis import given
@@ -90,10 +86,10 @@ def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(
     demo, monkeypatch, depths, recording, warmed, head
 ):
     """Long passes that are recorded at once are left to the generation; short ones are all recorded before it."""
-    ran: list[int] = []
-    heads: list[int] = []
+    ran = []
+    heads = []
 
-    def cycle(_: Any, depth: int, *, keep: bool) -> float:
+    def cycle(_, depth, *, keep):
         ran.append(depth)
         return 1.0 + recording * (ran.count(depth) == 1)
 
@@ -160,7 +156,7 @@ def test_everything_that_costs_depend_on_has_a_file_of_its_own(folder, demo):
     assert len({ours.path(), *(other.path() for other in others)}) == 1 + len(others)
     for other in others:
         write_costs(other.path(), TABLE, other)
-    notices: list[str] = []
+    notices = []
     first = costs_of(demo, notices)
     assert first != TABLE
     assert costs_of(demo, notices) == first
@@ -176,7 +172,7 @@ def test_a_kept_table_that_is_much_too_slow_is_replaced_silently(folder, demo, m
     for seconds, believed in ((3.3e-3, True), (63e-3, False)):
         kept = CostTable(verify={1: seconds, 2: seconds}, draft={0: 0.0}, commit=0.0)
         write_costs(identity.path(), kept, identity)
-        notices: list[str] = []
+        notices = []
         assert (costs_of(demo, notices) == kept) == believed
         assert notices == []  # the machine's doing, not the user's: it would come again and again
 
@@ -212,7 +208,7 @@ def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content, monk
     path = cost_identity(demo).path()
     folder.mkdir()
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    notices: list[str] = []
+    notices = []
     assert costs_of(demo, notices) == costs_of(demo, notices) == TABLE
     assert len(notices) == 1
     assert "is broken (" in notices[0] or "cannot be read: it has" in notices[0]
@@ -224,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("SPECDEC_COSTS", str(file / "costs"))  # root may write anywhere, but not below a file
-    notices: list[str] = []
+    notices = []
     assert costs_of(demo, notices).verify[1] > 0.0
     assert [notice.partition(":")[0] for notice in notices][-1] == "the cost table cannot be kept"
 

@@ -1,9 +1,5 @@
 """What the comparison of rows finds: at load, and in ``specdec doctor`` with more rows, contexts and whole passes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -13,14 +9,14 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Parity
 from specdec.doctor import probe_bits, promise
 from specdec.models.parity import probe_parts, probe_rows
-from specdec.records.bits import Comparison, Finding
+from specdec.records.bits import Comparison
 from specdec.testing import Memory, TableModel
 from tests import tiny
 from tests.tiny_families import FAMILIES
 from tests.wrong_ops import FROM, ROWS, Leaky, last_row, wrong_ops
 
 
-def differing(target: Any, context: int | None = None) -> list[Finding]:
+def differing(target, context=None):
     return [finding for finding in probe_bits(target, context) if not finding.equal]
 
 
@@ -64,7 +60,7 @@ def test_a_mistake_of_every_operation_is_found_at_load(checkpoint, family, opera
 def test_a_mistake_that_shows_with_few_inputs_is_found_at_load(checkpoint, operation):
     """A kernel may differ for one row in four: no single pattern of rows can be relied on."""
 
-    def rare(rows: Any, cache: Any) -> list[int]:
+    def rare(rows, cache):
         return [t for t in range(len(rows)) if float(rows[t].abs().sum()) * 1e4 % 4 < 1]
 
     ops = wrong_ops(operation, which=rare)
@@ -99,7 +95,7 @@ def test_a_state_that_a_block_leaves_wrong_is_found_at_load(checkpoint, monkeypa
     """The row after a block reads its state, after the longest one too."""
     right = CpuDeltaCache.commit
 
-    def wrong(self: Any, rows: int) -> None:
+    def wrong(self, rows):
         right(self, rows)
         self.state += rows == block
 
@@ -112,7 +108,7 @@ def test_a_pass_that_changes_from_time_to_time_is_found(checkpoint, monkeypatch)
     calls = iter(range(10**6))
     clean = ReferenceOps.head
 
-    def head(self: Any, x: Any, weight: Any) -> Any:
+    def head(self, x, weight):
         logits = clean(self, x, weight)
         logits.array[0, 0] += next(calls)
         return logits

@@ -1,7 +1,5 @@
 """Where specdec keeps things."""
 
-from __future__ import annotations
-
 import pwd
 from pathlib import Path
 

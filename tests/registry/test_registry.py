@@ -1,7 +1,5 @@
 """Plugins as strangers ship them: real distributions on disk, some of them broken."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import types
@@ -36,7 +34,7 @@ def ship(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     modules = []
 
-    def ship(distribution: str, source: str, *, name: str, version: str = "1.0", value: str | None = None) -> str:
+    def ship(distribution, source, *, name, version="1.0", value=None):
         module = distribution.replace("-", "_")
         info = tmp_path / f"{module}-{version}.dist-info"
         info.mkdir()
@@ -51,7 +49,7 @@ def ship(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def names(registry: Registry, kind: Kind) -> list[str]:
+def names(registry, kind):
     return [entry.spec.name for entry in registry.entries(kind)]
 
 
@@ -67,7 +65,7 @@ def test_a_strangers_plugin_stands_beside_the_built_in_ones(ship):
     assert registry.failures == []
 
 
-def drafters(returned: str, mark: str = "@hookimpl\n") -> str:
+def drafters(returned, mark="@hookimpl\n"):
     return f"{HEAD}{mark}def specdec_drafters(): return {returned}"
 
 

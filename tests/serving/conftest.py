@@ -1,7 +1,5 @@
 """One server for the tests of a worker, and the model to compare it with."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("starlette")

@@ -1,7 +1,5 @@
 """Our own server under ``specdec audit`` answers every time as the first time."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -205,7 +205,7 @@ def test_an_agent_calls_its_tools_and_reads_their_results(server):
     pytest.importorskip("llguidance")
     results = []
 
-    def add(a: int, b: int) -> int:
+    def add(a, b):
         """Add two numbers.
 
         Args:
@@ -215,7 +215,7 @@ def test_an_agent_calls_its_tools_and_reads_their_results(server):
         results.append(a + b)
         return results[-1]
 
-    def multiply(a: int, b: int) -> int:
+    def multiply(a, b):
         """Multiply two numbers.
 
         Args:

@@ -1,7 +1,5 @@
 """The server as a hostile or careless client meets it: each request gets an answer of one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -105,7 +103,7 @@ def test_a_mistake_is_named(server, data, message):
             assert error["param"] == field
 
 
-def exchange(server, data: bytes) -> bytes:
+def exchange(server, data):
     """Bytes sent as they are, and everything that comes back."""
     host, port = server.host.split(":")
     with socket.create_connection((host, int(port)), timeout=HUNG) as connection:
@@ -222,7 +220,7 @@ def test_a_slow_client_is_cut_off():
 # --- clients that go, queues, the end --------------------------------------------------------------------------------
 
 
-def wait_until(happened) -> None:
+def wait_until(happened):
     """Look again until it has happened; the test hangs, and is ended from outside, if it never does."""
     ends = time.monotonic() + HUNG
     while not happened():
@@ -230,7 +228,7 @@ def wait_until(happened) -> None:
         time.sleep(0.02)
 
 
-def interrupted(server) -> float:
+def interrupted(server):
     return server.metric('specdec_finished_total{reason="interrupted"}')
 
 

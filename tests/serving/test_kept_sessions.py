@@ -1,7 +1,5 @@
 """What a server keeps of earlier requests: within its bounds, and only where a kept state changes no output."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

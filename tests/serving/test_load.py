@@ -1,7 +1,5 @@
 """A server under load, for less than a minute: `benchmarks.serve_load` does the same for ten."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """The page in a real browser: headless Chromium, of the system."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

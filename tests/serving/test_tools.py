@@ -1,7 +1,5 @@
 """Calls and thinking in an answer, whatever pieces it comes in; templates that know tools, and those that do not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The vLLM command of a configuration: every key is translated or refused by name."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,13 +1,9 @@
 """The table of what the conformance kit took for each built-in plugin."""
 
-from __future__ import annotations
-
-import pytest
-
 from specdec.testing.checks import EFFORTS
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Print the seconds that tests have noted as ``kit``, beside the budget."""
     reports = [one for status in ("passed", "failed") for one in terminalreporter.stats.get(status, ())]
     noted = [value for one in reports for key, value in one.user_properties if key == "kit"]

@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, as_subject, iter_checks, run_check
+from specdec.testing import (
+    DrafterSubject,
+    OpsSubject,
+    Status,
+    Subject,
+    as_subject,
+    check_subjects,
+    iter_checks,
+    run_check,
+)
 from tests.selection import cases
 from tests.testing.broken import drafters, families, observers, ops, policies, processors, targets, verifiers
 
 pytestmark = pytest.mark.slow
 
 
-def made(subject: Subject, kind: Any) -> Any:
+def made(subject, kind):
     """What the kit takes for a class of the tables in ``broken``."""
     if subject is Subject.FORWARD_PASS:
         kind, options = kind
@@ -40,19 +49,24 @@ TABLES: dict[Subject, dict[Any, str]] = {
 CASES = [(subject, kind, clause) for subject, table in TABLES.items() for kind, clause in table.items()]
 
 
-def name(case: Any) -> str:
+def name(case):
     _, kind, clause = case
     return f"{clause}-{(kind[0] if isinstance(kind, tuple) else kind).__name__}"
 
 
 @pytest.mark.parametrize("case", cases(CASES, sample=["D1-TooLong", "P4-GrowsForEver", "L3-InPlace"], name=name))
-def test_a_wrong_plugin_is_found_by_its_clause(case: Any) -> None:
+def test_a_wrong_plugin_is_found_by_its_clause(case):
     subject, kind, clause = case
     check = next(check for check in iter_checks(subject) if check.id == clause)
     found = run_check(check, made(subject, kind), shrink=False, seconds=60.0)  # whatever the machine is busy with
     assert found.status is Status.FAILED, found
 
 
+def test_the_right_drafter_that_they_derive_from_passes():
+    subjects = {Subject.DRAFTER: DrafterSubject(make=drafters.Honest)}
+    check_subjects("honest", subjects, effort="sample").raise_for_failures()
+
+
 @pytest.mark.sample
-def test_every_clause_has_a_plugin_that_breaks_it() -> None:
+def test_every_clause_has_a_plugin_that_breaks_it():
     assert {check.id for check in iter_checks()} == {clause for *_, clause in CASES}

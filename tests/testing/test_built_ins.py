@@ -5,7 +5,7 @@ A run of all of them (``pytest -m slow tests/testing/test_built_ins.py``) ends w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from time import process_time
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.config import Choice
-from specdec.contract import ForwardPass, Needs, PrepareEnv, Sampling
+from specdec.contract import Needs, PrepareEnv, Sampling
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig
 from specdec.drafters.draft_model import specdec_drafters as draft_model_specs
 from specdec.drafters.first_of import FirstOfConfig
@@ -41,12 +41,12 @@ from tests import tiny
 from tests.drafters.two_tokenizers import letters
 
 
-def draft_model(tokenizers: str = "ids", **options: float) -> DrafterSubject:
+def draft_model(tokenizers="ids", **options):
     """``draft_model`` with a toy as the second model; with "text" the vocabularies overlap in part."""
     spec = draft_model_specs()[0]
     config = DraftModelConfig(model="toy", tokenizers=tokenizers, **options)
 
-    def prepare(target: ForwardPass) -> DraftModel:
+    def prepare(target):
         if tokenizers == "ids":
             return DraftModel(model=second_model(target.info.vocab_size), name="toy")
         both = letters("a", "b", "ab"), letters("b", "a", "ba", "aa")
@@ -55,13 +55,13 @@ def draft_model(tokenizers: str = "ids", **options: float) -> DrafterSubject:
     return DrafterSubject(make=lambda env: spec.factory(config, env), needs=spec.needs, prepare=prepare)
 
 
-def first_of(*choices: Choice) -> DrafterSubject:
+def first_of(*choices):
     """``first_of`` over registered drafters; a ``draft_model`` among them gets a toy."""
     spec = first_of_specs()[0]
     config = FirstOfConfig(drafters=choices)
     needs = Needs(mtp=any(choice.name == "mtp" for choice in choices))
 
-    def prepare(target: ForwardPass) -> Any:
+    def prepare(target):
         def load(asked):
             return second_model(target.info.vocab_size), letters("a", "b", "c")
 
@@ -71,7 +71,7 @@ def first_of(*choices: Choice) -> DrafterSubject:
     return DrafterSubject(make=lambda env: spec.factory(config, env), needs=needs, prepare=prepare)
 
 
-def draft_models() -> dict[str, DrafterSubject]:
+def draft_models():
     sure = Choice("draft_model", {"model": "toy", "min_confidence": 0.6})
     return {
         "drafter draft_model": draft_model(),
@@ -82,16 +82,16 @@ def draft_models() -> dict[str, DrafterSubject]:
     }
 
 
-def grammar(**options: Any) -> LogitsProcessorSubject:
+def grammar(**options):
     return LogitsProcessorSubject(make=partial(registry().processor("grammar").factory, GrammarConfig(**options)))
 
 
 HEADS = ("eagle3", "p_eagle", "dflash", "dspark", "head")  # tests/drafters/heads/test_head_conformance.py
 
 
-def registered() -> dict[str, tuple[Subject, Any]]:
+def registered():
     """By name, what is registered and needs no options."""
-    found: dict[str, tuple[Subject, Any]] = {}
+    found = {}
     kinds = {Kind.DRAFTER: Subject.DRAFTER, Kind.DEPTH_POLICY: Subject.DEPTH_POLICY, Kind.MODEL: Subject.MODEL_FAMILY}
     for kind, subject in kinds.items():
         for entry in registry().entries(kind):
@@ -128,10 +128,10 @@ SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON") an
 
 
 @pytest.fixture
-def check(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+def check(record_property):
     """``check(name, subject, given)`` runs the kit at quick effort, and notes the seconds for the table."""
 
-    def run(name: str, subject: Subject, given: Any, effort: Any = "quick", **how: Any) -> None:
+    def run(name, subject, given, effort="quick", **how):
         began = process_time()
         report = check_subjects(name, {subject: as_subject(subject, given)}, effort=effort, **how)
         record_property("kit", (name, effort, process_time() - began))
@@ -142,12 +142,12 @@ def check(record_property: Callable[[str, object], None]) -> Callable[..., None]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_INS)
-def test_a_built_in_plugin_passes(name: str, check: Callable[..., None]) -> None:
+def test_a_built_in_plugin_passes(name, check):
     check(name, *BUILT_INS[name])
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_built_in_plugin_passes_a_sample(name: str, check: Callable[..., None]) -> None:
+def test_a_built_in_plugin_passes_a_sample(name, check):
     check(name, *BUILT_INS[name], effort="sample")
 
 

@@ -1,7 +1,5 @@
 """The kit itself: documents, reports, known failures, pytest items, the numbers that it decides by."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -18,7 +16,6 @@ from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
-    Check,
     Status,
     Subject,
     TableModel,
@@ -82,7 +79,7 @@ def test_the_same_seed_finds_the_same_case():
 def test_a_known_failure_is_reported_with_its_reason_and_one_that_passes_fails():
     subject = as_subject(Subject.DRAFTER, drafters.TooLong)
     assert run_check(_check("D1"), subject, known="issue 12", shrink=False).status is Status.KNOWN
-    outcome = run_check(_check("D2"), subject, known="issue 12")
+    outcome = run_check(_check("D2"), subject, known="issue 12", effort="sample")
     assert outcome.status is Status.FAILED
     assert "known failure, and it passes" in outcome.detail
 
@@ -103,7 +100,7 @@ def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
     assert "ZeroDivisionError: oh (propose, test_kit.py" in text
 
 
-@parametrize_checks(drafter=lambda env: drafters.Honest(env), depth_policy=specdec_depth_policies()[0], effort="sample")
+@parametrize_checks(depth_policy=specdec_depth_policies()[0], effort="sample")
 def test_the_decorator_gives_one_item_per_check(check):
     check()
 
@@ -123,7 +120,7 @@ class LacksOps(ReferenceOps):
         raise UnsupportedError("no latent attention here")
 
 
-def _outcome(id_: str, given: object):
+def _outcome(id_, given):
     check = _check(id_)
     return run_check(check, as_subject(check.subject, given))
 
@@ -159,7 +156,7 @@ def test_a_target_without_draft_heads_is_told():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def _command(*arguments: str):
+def _command(*arguments):
     from specdec.cli.check import check
 
     return CliRunner().invoke(check, list(arguments))
@@ -178,10 +175,10 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
 
     subjects = ([("broken", Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
     monkeypatch.setattr(reports, "registered_subjects", lambda *arguments: subjects)
-    done = _command("broken", "--only", "P4")
+    done = _command("broken", "--only", "P4", "--effort", "sample")
     assert done.exit_code == 1
     assert "fails P4" in done.stdout
-    assert "specdec check broken --seed 0 --effort quick --only P4" in done.stdout
+    assert "specdec check broken --seed 0 --effort sample --only P4" in done.stdout
 
 
 @pytest.mark.slow
@@ -213,12 +210,12 @@ def test_explore_shrinks_and_keeps_the_global_generators():
     assert repr(np.random.get_state()) == before
 
 
-def _check(id_: str) -> Check:
+def _check(id_):
     return next(check for check in iter_checks() if check.id == id_)
 
 
-def test_some_cases_are_drawn_even_when_there_is_no_time() -> None:
-    drawn: list[int] = []
+def test_some_cases_are_drawn_even_when_there_is_no_time():
+    drawn = []
     run = Run(seconds=0.0)
     run.explore(lambda case: drawn.append(case), case=st.integers())
     assert list(run.repeat(9, least=3)) == [0, 1, 2]

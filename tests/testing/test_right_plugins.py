@@ -1,10 +1,5 @@
 """Right but unusual plugins: the kit flags none, and the engine runs them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import attrs
 import pytest
 
@@ -21,34 +16,34 @@ PROMPT = "def add(a, b):\n    return a + b\n\ndef sub("
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(CORRECT, sample=0, name=lambda kind: kind.__name__))
-def test_the_kit_flags_no_right_plugin(kind: Any) -> None:
+def test_the_kit_flags_no_right_plugin(kind):
     check_plugin(spec(kind), seed=3).raise_for_failures()
 
 
-def of(joint: str) -> list[Any]:
+def of(joint):
     return [kind for kind, its in CORRECT.items() if its == joint]
 
 
 class Unusual:
     @specdec.hookimpl
-    def specdec_drafters(self) -> list[specdec.DrafterSpec]:
+    def specdec_drafters(self):
         return [spec(kind) for kind in of("drafter")]
 
     @specdec.hookimpl
-    def specdec_verifiers(self) -> list[specdec.VerifierSpec]:
+    def specdec_verifiers(self):
         return [spec(kind) for kind in of("verifier")]
 
     @specdec.hookimpl
-    def specdec_depth_policies(self) -> list[specdec.DepthPolicySpec]:
+    def specdec_depth_policies(self):
         return [spec(kind) for kind in of("policy")]
 
     @specdec.hookimpl
-    def specdec_logits_processors(self) -> list[specdec.ProcessorSpec]:
+    def specdec_logits_processors(self):
         return [spec(kind) for kind in of("processor")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
+def registered():
     registry = Registry()
     registry.register(Unusual())
     former = use_registry(registry)
@@ -56,7 +51,7 @@ def registered() -> Iterator[None]:
     use_registry(former)
 
 
-def run(prompt: Any = PROMPT, *, target: Any = None, tokens: int = 16, **parts: Any) -> Any:
+def run(prompt=PROMPT, *, target=None, tokens=16, **parts):
     lm = specdec.load("demo", **({"depth": 3} | parts))
     lm = lm if target is None else attrs.evolve(lm, target=target)
     return lm.generate(prompt, max_new_tokens=tokens, ignore_eos=True)
@@ -67,7 +62,7 @@ ENGINE = [kind for kind, joint in CORRECT.items() if joint in ("drafter", "verif
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(ENGINE, sample=1, name=lambda kind: kind.__name__))
-def test_in_the_engine_a_right_plugin_gives_the_tokens_of_plain_decoding(kind: Any) -> None:
+def test_in_the_engine_a_right_plugin_gives_the_tokens_of_plain_decoding(kind):
     joint, options = CORRECT[kind], {}
     if joint == "target":
         room = spec(kind).info.max_positions
@@ -84,7 +79,7 @@ def test_in_the_engine_a_right_plugin_gives_the_tokens_of_plain_decoding(kind: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(of("processor"), sample=1, name=lambda kind: kind.__name__))
-def test_drafts_change_nothing_under_a_right_processor(kind: Any) -> None:
+def test_drafts_change_nothing_under_a_right_processor(kind):
     chosen = {"max_new_tokens": 12, "ignore_eos": True, "processors": [Choice(spec(kind).name)]}
     texts = [specdec.load("demo", depth=depth).generate(PROMPT, **chosen).tokens for depth in (0, 3)]
     assert texts[0] == texts[1]

@@ -1,12 +1,7 @@
 """Text: what is streamed is what decoding at once gives, whatever the tokens and the pieces."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -29,7 +24,7 @@ CORPUS = [
 ]
 
 
-def byte_level() -> tokenizers.Tokenizer:
+def byte_level():
     """Byte-level BPE whose merges end inside characters, with added tokens that are not spelt in the byte alphabet."""
     core = tokenizers.Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,14 +38,14 @@ def byte_level() -> tokenizers.Tokenizer:
     return core
 
 
-def latin_token() -> tokenizers.Tokenizer:
+def latin_token():
     """An added token whose letters are taken for the byte alphabet: the library decodes "é" as the lone byte E9."""
     core = byte_level()
     core.add_tokens([AddedToken("é", normalized=False)])
     return core
 
 
-def byte_fallback() -> tokenizers.Tokenizer:
+def byte_fallback():
     """The SentencePiece kind (Llama 2, Gemma): ▁ before words, <0xNN> for the bytes of characters without a piece."""
     pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdé€", "▁a", "bc", "▁abc", "�"]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
@@ -64,7 +59,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return core
 
 
-def word_piece() -> tokenizers.Tokenizer:
+def word_piece():
     """Words and ## continuations."""
     pieces = ["[UNK]", "a", "b", "##a", "##b", ".", "'", "do", "n't", "é"]
     core = tokenizers.Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
@@ -73,7 +68,7 @@ def word_piece() -> tokenizers.Tokenizer:
     return core
 
 
-def metaspace() -> tokenizers.Tokenizer:
+def metaspace():
     """Unigram pieces with ▁ for spaces, no bytes."""
     core = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in "▁ab�€"), ("▁a", -1.0)], 0))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -82,14 +77,14 @@ def metaspace() -> tokenizers.Tokenizer:
     return core
 
 
-def bytes_and_strip() -> tokenizers.Tokenizer:
+def bytes_and_strip():
     """Byte-level with another decoder behind it, which the exact path does not cover."""
     core = byte_level()
     core.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return core
 
 
-def plain() -> tokenizers.Tokenizer:
+def plain():
     """No decoder at all: pieces are joined with spaces."""
     return tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
 
@@ -98,7 +93,7 @@ MAKERS = (byte_level, latin_token, byte_fallback, word_piece, metaspace, bytes_a
 KINDS = {make.__name__: Tokenizer(make()) for make in MAKERS}
 
 
-def pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool = True) -> list[str]:
+def pushed(tokenizer, ids, cuts, skip_special=True):
     """What a decoder returns for ``ids`` in chunks of the sizes ``cuts``, then one by one; the flush is the last."""
     decoder = IncrementalDecoder(tokenizer, skip_special=skip_special)
     pieces, at = [], 0
@@ -116,7 +111,7 @@ CUTS = st.lists(st.integers(0, 9), max_size=12)
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), cuts=CUTS, special=st.booleans())
-def test_streamed_tokens_are_decoded_tokens(kind: str, data: st.DataObject, cuts: list[int], special: bool) -> None:
+def test_streamed_tokens_are_decoded_tokens(kind, data, cuts, special):
     """Any ids at all: invalid UTF-8, special tokens inside a character, ids without a piece."""
     tokenizer = KINDS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
@@ -127,7 +122,7 @@ def test_streamed_tokens_are_decoded_tokens(kind: str, data: st.DataObject, cuts
 @example(b"\xf0\x9f\x98", [])
 @example(b"\xed\xa0\x80\xe2\x82", [1, 1])
 @example(b"\xc3\xff\xf4\x90\x80\x80\xe2\x82\xac", [2])
-def test_streamed_bytes_are_decoded_bytes(content: bytes, cuts: list[int]) -> None:
+def test_streamed_bytes_are_decoded_bytes(content, cuts):
     """Byte by byte, so that Python's and Rust's ideas of one invalid part are compared everywhere."""
     for kind in ("byte_level", "byte_fallback"):
         tokenizer = KINDS[kind]
@@ -135,12 +130,12 @@ def test_streamed_bytes_are_decoded_bytes(content: bytes, cuts: list[int]) -> No
         assert "".join(pushed(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
-def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
+def byte_ids(tokenizer, content):
     spelt = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
     if not tokenizer.decodes_bytes:
         return [vocabulary[f"<0x{byte:02X}>"] for byte in content]
-    piece_of: dict[int, str] = {}
+    piece_of = {}
     for code in range(0x180):  # every byte occurs in the UTF-8 of one of these, or of the few after them
         for byte, piece in zip(chr(code).encode(), spelt.pre_tokenize_str(chr(code))[0][0], strict=True):
             piece_of[byte] = piece
@@ -157,19 +152,19 @@ class CountingTokenizer(Tokenizer):
 
     decoded = 0
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+    def decode(self, ids, skip_special=True):
         ids = list(ids)
         self.decoded += len(ids)
         return super().decode(ids, skip_special)
 
-    def piece(self, token: int) -> str | None:
+    def piece(self, token):
         self.decoded += 1
         return super().piece(token)
 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("count", [100, 1000])
-def test_the_work_of_a_push_does_not_grow(make: Callable[[], tokenizers.Tokenizer], count: int) -> None:
+def test_the_work_of_a_push_does_not_grow(make, count):
     """Also in a stream of one token again and again, which may be an invalid byte that never ends."""
     for token in (5, 130, 231):
         tokenizer = CountingTokenizer(make())
@@ -183,7 +178,7 @@ def test_the_work_of_a_push_does_not_grow(make: Callable[[], tokenizers.Tokenize
 # --- the tokenizer -------------------------------------------------------------------------------------------------
 
 
-def folder_with(path: Path, core: tokenizers.Tokenizer | None = None, **files: Any) -> Path:
+def folder_with(path, core=None, **files):
     """A folder with tokenizer.json and JSON files (``name`` for ``name.json``)."""
     path.mkdir(parents=True, exist_ok=True)
     (core or byte_level()).save(str(path / "tokenizer.json"))
@@ -192,7 +187,7 @@ def folder_with(path: Path, core: tokenizers.Tokenizer | None = None, **files: A
     return path
 
 
-def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
+def test_a_tokenizer_from_a_folder(tmp_path):
     core = byte_level()
     core.enable_truncation(4)  # as left behind by training scripts
     core.enable_padding(length=64)
@@ -222,7 +217,7 @@ def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
         ({"tokenizer_config": {"eos_token": "<no such token>", "bos_token": None}}, set(), None),
     ],
 )
-def test_where_end_and_beginning_are_declared(tmp_path: Path, files: Any, eos: set[int], bos: int | None) -> None:
+def test_where_end_and_beginning_are_declared(tmp_path, files, eos, bos):
     tokenizer = Tokenizer.from_folder(folder_with(tmp_path, **files))
     assert tokenizer.eos_ids == eos
     assert tokenizer.bos_id == bos
@@ -237,13 +232,13 @@ def test_where_end_and_beginning_are_declared(tmp_path: Path, files: Any, eos: s
         ("config", "bos_token_id", 400, "names"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, file: str, key: str, value: Any, told: str) -> None:
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, file, key, value, told):
     with pytest.raises(CheckpointError, match=rf"^{file}\.json: '{key}' {told}"):
         Tokenizer.from_folder(folder_with(tmp_path, **{file: {key: value}})).check_fits(400)
 
 
 @pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "qwen.tiktoken"])
-def test_a_folder_without_tokenizer_json_names_what_is_there(tmp_path: Path, other: str) -> None:
+def test_a_folder_without_tokenizer_json_names_what_is_there(tmp_path, other):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / other).write_text("x")
@@ -254,13 +249,13 @@ def test_a_folder_without_tokenizer_json_names_what_is_there(tmp_path: Path, oth
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe"])
-def test_a_broken_tokenizer_json_names_its_file(tmp_path: Path, content: bytes) -> None:
+def test_a_broken_tokenizer_json_names_its_file(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_a_lone_surrogate_is_an_error_of_the_prompt() -> None:
+def test_a_lone_surrogate_is_an_error_of_the_prompt():
     with pytest.raises(PromptError, match="surrogate at character 2"):
         KINDS["byte_level"].encode("ab\ud800")
 
@@ -275,19 +270,19 @@ HELLO = [{"role": "user", "content": "Hi <there> & “you”"}]
 RENDERED = "<|im_start|>user\nHi <there> & “you”<|im_end|>\n"
 
 
-def with_template(path: Path, template: Any, **files: Any) -> Tokenizer:
+def with_template(path, template, **files):
     config = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": {"content": "<|endoftext|>"}}
     return Tokenizer.from_folder(folder_with(path, tokenizer_config=config, **files))
 
 
-def test_a_chat_template_is_rendered(tmp_path: Path) -> None:
+def test_a_chat_template_is_rendered(tmp_path):
     tokenizer = with_template(tmp_path, CHATML)
     assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == RENDERED
     assert tokenizer.apply_chat_template(HELLO) == RENDERED + "<|im_start|>assistant\n"
 
 
-def test_a_template_file_wins_and_named_templates_are_chosen(tmp_path: Path) -> None:
+def test_a_template_file_wins_and_named_templates_are_chosen(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     tokenizer = with_template(tmp_path / "named", named)
     assert tokenizer.apply_chat_template(HELLO) == "plain"
@@ -314,7 +309,7 @@ def test_a_template_file_wins_and_named_templates_are_chosen(tmp_path: Path) -> 
         ("{%- set ns = namespace(n=0) -%}{% set ns.n = 5 %}{{ ns.n }}", "5"),
     ],
 )
-def test_what_templates_of_the_hub_rely_on(tmp_path: Path, template: str, text: str) -> None:
+def test_what_templates_of_the_hub_rely_on(tmp_path, template, text):
     assert with_template(tmp_path, template).apply_chat_template(HELLO) == text
 
 
@@ -342,7 +337,7 @@ DOUBLED = "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = ? 
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
 )
-def test_a_failing_template_names_its_file(tmp_path: Path, template: str, fact: str) -> None:
+def test_a_failing_template_names_its_file(tmp_path, template, fact):
     with pytest.raises(PromptError, match="the chat template failed") as caught:
         with_template(tmp_path, template).apply_chat_template(HELLO)
     assert fact in str(caught.value)
@@ -357,20 +352,20 @@ def test_a_failing_template_names_its_file(tmp_path: Path, template: str, fact: 
         DOUBLED.replace("?", "[n.s, n.s]").replace("length", "tojson"),
     ],
 )
-def test_a_template_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+def test_a_template_that_takes_too_long_is_ended(tmp_path, monkeypatch, body):
     monkeypatch.setattr(rendering, "SECONDS", 0.05)
     with pytest.raises(PromptError, match=r"it takes more than 0.05 seconds"):
         with_template(tmp_path, body).apply_chat_template(HELLO)
 
 
-def test_no_template_no_chat(tmp_path: Path) -> None:
+def test_no_template_no_chat(tmp_path):
     with pytest.raises(PromptError, match="no chat template"):
         Tokenizer.from_folder(folder_with(tmp_path / "a")).apply_chat_template(HELLO)
     with pytest.raises(PromptError, match="only rag"):
         with_template(tmp_path / "b", [{"name": "rag", "template": ""}]).apply_chat_template(HELLO)
     with pytest.raises(CheckpointError, match="a chat template is text"):
         with_template(tmp_path / "c", [{"name": "rag"}])
-    messages: Any = [{"content": "Hi"}]
+    messages = [{"content": "Hi"}]
     with pytest.raises(PromptError, match="'role'"):
         with_template(tmp_path / "d", CHATML).apply_chat_template(messages)
 
@@ -378,7 +373,7 @@ def test_no_template_no_chat(tmp_path: Path) -> None:
 # --- stop strings --------------------------------------------------------------------------------------------------
 
 
-def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
+def naive(text, stops):
     """Character by character: the longest stop string that the text so far ends with."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
@@ -392,7 +387,7 @@ PIECES = st.lists(st.text("ab\n", max_size=5), max_size=12)
 
 
 @given(PIECES, st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=4))
-def test_a_match_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str]) -> None:
+def test_a_match_does_not_depend_on_the_pieces(pieces, stops):
     matcher, emitted, matched = StopMatcher(stops), "", None
     for piece in pieces:
         text, matched = matcher.push(piece)
@@ -408,7 +403,7 @@ def test_a_match_does_not_depend_on_the_pieces(pieces: list[str], stops: list[st
 # --- a stranger's tokenizer and template ----------------------------------------------------------------------------
 
 
-def with_part(path: Path, **part: Any) -> Path:
+def with_part(path, **part):
     """A folder whose tokenizer.json has other parts."""
     folder = folder_with(path)
     file = folder / "tokenizer.json"
@@ -416,7 +411,7 @@ def with_part(path: Path, **part: Any) -> Path:
     return folder
 
 
-def splitting(pattern: str) -> dict[str, Any]:
+def splitting(pattern):
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -424,7 +419,7 @@ def splitting(pattern: str) -> dict[str, Any]:
     part=st.sampled_from(["normalizer", "decoder"]),
     steps=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 60)), min_size=1, max_size=12),
 )
-def test_a_tokenizer_that_multiplies_a_text_is_refused(part: str, steps: list[tuple[int, int]]) -> None:
+def test_a_tokenizer_that_multiplies_a_text_is_refused(part, steps):
     """Exactly if the bound of what its replacements make of one character is above the limit."""
     replacements = [
         {"type": "Replace", "pattern": {"String": "x" * replaced}, "content": "x" * content}
@@ -442,7 +437,7 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused(part: str, steps: list[tu
         assert len(made.normalize_str("x" * 64)) <= growth * 64
 
 
-def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+def test_a_panic_of_the_library_is_an_error(tmp_path):
     """It is no ``Exception``: without the guard it ends the program past every handler."""
     tokenizer = Tokenizer.from_folder(with_part(tmp_path / "encoding", pre_tokenizer=splitting("^(a+)+$")))
     assert tokenizer.encode("the end") != []
@@ -452,15 +447,15 @@ def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("charsmap", ["", "AAAA", "/////w==", "AQAAAA==", "CAAAAAAAAAA=", "!"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_character_map_that_says_it_is_longer_is_refused(tmp_path: Path, charsmap: str, wrapped: bool) -> None:
+def test_a_character_map_that_says_it_is_longer_is_refused(tmp_path, charsmap, wrapped):
     """The library panics, or reserves as much as it says."""
-    normalizer: dict[str, Any] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     folder = with_part(tmp_path, normalizer={"normalizers": [normalizer]} if wrapped else normalizer)
     with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
         Tokenizer.from_folder(folder)
 
 
-def test_a_pattern_that_takes_forever_is_left_alone(tmp_path: Path) -> None:
+def test_a_pattern_that_takes_forever_is_left_alone(tmp_path):
     """Between two matches nothing interrupts the library; the call ends all the same."""
     tokenizer = Tokenizer.from_folder(with_part(tmp_path, pre_tokenizer=splitting("(?:a+a+a+a+)[^a]zz")))
     text = ("a" * 60 + "!zy") * 100
@@ -468,6 +463,6 @@ def test_a_pattern_that_takes_forever_is_left_alone(tmp_path: Path) -> None:
         limited(lambda: tokenizer.core.encode_batch([text]), seconds=0.2)
 
 
-def test_a_template_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=f"at most {SOURCE_LIMIT:,} characters"):
         with_template(tmp_path, "x" * (SOURCE_LIMIT + 1))

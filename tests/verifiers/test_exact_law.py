@@ -1,7 +1,5 @@
 """The ratio rules are lossless: proved by enumerating the production functions with fractions, no tolerance."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 

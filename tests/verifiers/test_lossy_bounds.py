@@ -1,7 +1,5 @@
 """The verifiers that may deviate: the margin's bound, and that both reduce to strict where they should."""
 
-from __future__ import annotations
-
 import attrs
 import hypothesis.strategies as st
 import numpy as np
@@ -20,7 +18,7 @@ GREEDY = cases(greedy=True)
 MARGINS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
 
 
-def decide(verifier, case: Case):
+def decide(verifier, case):
     return verifier.verify(case.draft, TableLogits(case.rows), case.context())
 
 

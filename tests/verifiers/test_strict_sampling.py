@@ -1,7 +1,5 @@
 """Exact sampling: the output depends on target, prompt, settings and seed; rows have their own history."""
 
-from __future__ import annotations
-
 import attrs
 import hypothesis.strategies as st
 import numpy as np
@@ -72,7 +70,7 @@ def test_drafter_depth_and_cycle_boundaries_cannot_change_the_output(prompt, dep
     check_independence(prompt, depths, sampling, memory, wrong)
 
 
-def check_rows_have_their_own_history(case: Case):
+def check_rows_have_their_own_history(case):
     """F(row i) is F(plain decoding after y + x_1..x_i)."""
     rows = Rows(TableLogits(case.rows), case.draft.tokens, case.context())
     for row in range(len(case.draft.tokens) + 1):
@@ -213,7 +211,7 @@ def test_draw_follows_the_quantiles():
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 5e-324, 1e-7, 9.99e-7, np.float32(1e-38)])
-def test_a_tiny_temperature_is_greedy(temperature: float):
+def test_a_tiny_temperature_is_greedy(temperature):
     """1e-38 gave other tokens than greedy decoding: ``logit / temperature`` overflowed."""
     assert Sampling(temperature=temperature) == Sampling()
     assert attrs.evolve(Sampling(temperature=1.0), temperature=temperature).temperature == 0.0

@@ -1,13 +1,9 @@
 """Native ops on every instruction set that this machine can run."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdec.backends.cpu.native import NativeOps
 from tests import tiny
@@ -17,27 +13,27 @@ ROWS = [*range(1, 17), 23, 49, 67, 101, 130]  # around tiles, behind a panel of 
 
 
 @pytest.fixture(scope="module", params=each_set())
-def instruction_set(request: pytest.FixtureRequest) -> str:
+def instruction_set(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    chosen: torch.dtype = request.param
+def dtype(request):
+    chosen = request.param
     return chosen
 
 
 @pytest.fixture(scope="module")
-def ops(instruction_set: str, dtype: torch.dtype) -> NativeOps:
+def ops(instruction_set, dtype):
     return NativeOps(dtype, kernels_of(instruction_set))
 
 
 @pytest.fixture
-def same_bits(ops: NativeOps) -> Iterator[Callable[..., list[Tensor]]]:
+def same_bits(ops):
     """``same_bits(run, x)``: the results ``[T, N]`` of ``run`` over single rows on one thread, checked to be those of
     any number of rows and threads."""
 
-    def check(run: Callable[[Tensor], list[Tensor]], x: Tensor) -> list[Tensor]:
+    def check(run, x):
         ops.threads.chosen = 1
         alone = [torch.cat(parts) for parts in zip(*(run(x[t : t + 1]) for t in range(len(x))), strict=True)]
         for count in (1, 2, 5):
@@ -54,6 +50,6 @@ def same_bits(ops: NativeOps) -> Iterator[Callable[..., list[Tensor]]]:
 
 
 @pytest.fixture
-def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
+def threads(ops):
     yield partial(setattr, ops.threads, "chosen")
     ops.threads.chosen = None

@@ -4,8 +4,6 @@ Beside random rows come the cases where float32 could decide wrongly: equal and 
 of minus infinities, all tokens banned but one, tiny and huge temperatures, and vocabularies of 1 to 248,320 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -31,11 +29,11 @@ TiedCase = tuple[np.ndarray, tuple[int, ...], Context]
 
 
 @pytest.fixture(scope="module")
-def ops(instruction_set: str) -> NativeOps:
+def ops(instruction_set):
     return NativeOps(torch.float32, kernels_of(instruction_set))
 
 
-def faults(choose: Choose, values: np.ndarray, drafted: tuple[int, ...], context: Context) -> list[str]:
+def faults(choose, values, drafted, context):
     """What is wrong with the choice for these rows."""
     chosen = choose(Choosing(drafted, context))
     assert len(chosen) == len(values)
@@ -55,7 +53,7 @@ def faults(choose: Choose, values: np.ndarray, drafted: tuple[int, ...], context
 
 @pytest.mark.parametrize("rows", cases([60, 400], sample=1, mark="slow"))
 @pytest.mark.parametrize("name", SETTINGS)
-def test_chosen_tokens_could_be_the_references(ops: NativeOps, name: str, rows: int) -> None:
+def test_chosen_tokens_could_be_the_references(ops, name, rows):
     rng = np.random.default_rng([*name.encode()])
     for vocab, share in ((1, 0.02), (5, 0.2), (277, 0.4), (4096, 0.379), (248_320, 0.001)):
         for _ in range(max(1, int(rows * share))):
@@ -65,7 +63,7 @@ def test_chosen_tokens_could_be_the_references(ops: NativeOps, name: str, rows: 
 
 
 @given(case=tied())
-def test_ties_and_the_same_token_alone_and_in_a_block(ops: NativeOps, case: TiedCase) -> None:
+def test_ties_and_the_same_token_alone_and_in_a_block(ops, case):
     values, drafted, context = case
     if not np.isfinite(values).any(axis=1).all():
         return
@@ -82,7 +80,7 @@ def test_ties_and_the_same_token_alone_and_in_a_block(ops: NativeOps, case: Tied
 
 
 @given(case=tied(), data=st.data())
-def test_a_pruned_row_gives_a_token_of_the_full_row(ops: NativeOps, case: TiedCase, data: st.DataObject) -> None:
+def test_a_pruned_row_gives_a_token_of_the_full_row(ops, case, data):
     values, drafted, context = case
     vocab = values.shape[1]
     ids = np.array(data.draw(st.permutations(range(vocab)))[: data.draw(st.integers(1, vocab))], np.int32)
@@ -95,7 +93,7 @@ def test_a_pruned_row_gives_a_token_of_the_full_row(ops: NativeOps, case: TiedCa
     assert not wrong, wrong[0]
 
 
-def test_tokens_are_drawn_from_the_references_distribution(ops: NativeOps) -> None:
+def test_tokens_are_drawn_from_the_references_distribution(ops):
     """Chi-square over many seeds: 30 tokens kept by filters; 99.99 % of right samplers pass."""
     row = np.random.default_rng(5).normal(0, 2, (1, 200)).astype(np.float32)
     sampling = Sampling(temperature=0.9, top_k=30, top_p=0.97, repetition_penalty=1.2, logit_bias={3: 1.0})
@@ -113,7 +111,7 @@ def test_tokens_are_drawn_from_the_references_distribution(ops: NativeOps) -> No
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_finite_are_an_error(ops: NativeOps, value: float) -> None:
+def test_logits_that_are_not_finite_are_an_error(ops, value):
     values = logits_of("normal", np.random.default_rng(1), 2, 300)
     values[1, 299] = value
     with pytest.raises(ContractError, match="logits of row 1 are not finite"):

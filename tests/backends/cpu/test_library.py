@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -46,7 +45,7 @@ print(f"none: {kernels.reason}" if isinstance(kernels, library.KernelsUnavailabl
 
 
 @pytest.fixture
-def trivial_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trivial_sources(tmp_path, monkeypatch):
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "answer.cpp").write_text(TRIVIAL)
@@ -59,16 +58,14 @@ def trivial_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return sources
 
 
-def built(kernels: Kernels | KernelsUnavailable) -> Kernels:
+def built(kernels):
     if isinstance(kernels, KernelsUnavailable) and kernels.reason.startswith("no C++ compiler"):
         pytest.skip(kernels.reason)
     assert isinstance(kernels, Kernels), kernels
     return kernels
 
 
-def test_a_library_is_built_once_and_again_for_new_sources(
-    trivial_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_is_built_once_and_again_for_new_sources(trivial_sources, tmp_path, caplog):
     """Catches: a stale library after an update, temporary files left in the cache, a silent wait for the compiler."""
     first = built(load_kernels())
     assert "compiling_kernels" in [record.event for record in caplog.records if record.levelname == "WARNING"]
@@ -88,7 +85,7 @@ def test_a_library_is_built_once_and_again_for_new_sources(
 # --- the wheel's libraries -------------------------------------------------------------------------------------------
 
 
-def ship(sources: Path, name: str = RUNNABLE[0]) -> Path:
+def ship(sources, name=RUNNABLE[0]):
     """Put a library that answers 7 where a wheel has the one of an instruction set."""
     source = sources.with_name("shipped.cpp")
     source.write_text(TRIVIAL.replace("42", "7"))
@@ -99,9 +96,7 @@ def ship(sources: Path, name: str = RUNNABLE[0]) -> Path:
     return library
 
 
-def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(
-    trivial_sources: Path, loaded: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(trivial_sources, loaded, monkeypatch):
     cached = built(load_kernels())
     library = ship(trivial_sources)
     shipped = built(load_kernels())
@@ -112,7 +107,7 @@ def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(
     assert built(load_kernels()) == cached
 
 
-def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_sources: Path, loaded: list[bytes]) -> None:
+def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_sources, loaded):
     """As on a system whose libc is older than the wheel's."""
     built(load_kernels())
     ship(trivial_sources).write_bytes(b"\x7fELF of another system")
@@ -123,12 +118,12 @@ def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_source
 
 
 @pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def loaded(tmp_path, monkeypatch):
     """The contents of every library that is loaded. Each is loaded anew: the system takes one path for one library."""
-    contents: list[bytes] = []
+    contents = []
     load = ctypes.CDLL
 
-    def anew(path: str) -> ctypes.CDLL:
+    def anew(path):
         contents.append(Path(path).read_bytes())
         copy = tmp_path / f"loaded-{len(contents)}.so"
         copy.write_bytes(contents[-1])
@@ -146,7 +141,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_what_is_damaged_is_not_loaded_and_is_built_again(trivial_sources: Path, loaded: list[bytes]) -> None:
+def test_what_is_damaged_is_not_loaded_and_is_built_again(trivial_sources, loaded):
     """Catches: a library cut short by a full disk or changed by a bad one that ends every later start with a signal."""
     first = built(load_kernels())
     library, beside = first.path, first.path.with_name(f"{first.path.name}.sha256")
@@ -169,12 +164,12 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+def give_away(monkeypatch):
     """``give_away(path)``: from now on it belongs to another user."""
-    gone: set[str] = set()
+    gone = set()
     examine = os.lstat
 
-    def lstat(path: Any, **options: Any) -> os.stat_result:
+    def lstat(path, **options):
         state = examine(path, **options)
         if str(path) not in gone:
             return state
@@ -182,7 +177,7 @@ def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         parts[4] = NOBODY
         return os.stat_result(parts)
 
-    def give(path: Path) -> None:
+    def give(path):
         if os.geteuid() == 0:
             os.lchown(path, NOBODY, NOBODY)
         else:
@@ -193,7 +188,7 @@ def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return give
 
 
-def plant(library: Path, sources: Path) -> None:
+def plant(library, sources):
     """Put a foreign library in the place of one, with its right checksum beside it."""
     source = sources.with_name("planted.cpp")
     source.write_text(TRIVIAL.replace("42", "666"))
@@ -205,7 +200,7 @@ def plant(library: Path, sources: Path) -> None:
     library.with_name(f"{library.name}.sha256").write_bytes(libraries._checksum(planted.read_bytes()))
 
 
-def a_link(cache: Path) -> Path:
+def a_link(cache):
     """Move the cache and let a link lead there."""
     cache.rename(cache.with_name("elsewhere"))
     cache.symlink_to(cache.with_name("elsewhere"))
@@ -227,14 +222,7 @@ UNSAFE: dict[str, Callable[[Path, Path, Callable[[Path], None]], object]] = {
 @pytest.mark.parametrize(
     "name", cases(UNSAFE, sample=("a folder that all may write", "a link of another user"), mark="slow")
 )
-def test_a_planted_library_is_not_loaded(
-    name: str,
-    trivial_sources: Path,
-    loaded: list[bytes],
-    tmp_path: Path,
-    give_away: Callable[[Path], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planted_library_is_not_loaded(name, trivial_sources, loaded, tmp_path, give_away, monkeypatch):
     cache = tmp_path / "home" / "cache"
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
     file = built(load_kernels()).path
@@ -249,9 +237,7 @@ def test_a_planted_library_is_not_loaded(
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "SPECDEC_CACHE_DIR"])
-def test_a_library_below_a_relative_folder_is_not_loaded(
-    variable: str, trivial_sources: Path, loaded: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_below_a_relative_folder_is_not_loaded(variable, trivial_sources, loaded, tmp_path, monkeypatch):
     """Catches: code in somebody's repository that runs because specdec was started there."""
     cache = tmp_path / "repository" / "caches"
     if variable == "XDG_CACHE_HOME":
@@ -266,9 +252,7 @@ def test_a_library_below_a_relative_folder_is_not_loaded(
     assert "relative path" in kernels.notice
 
 
-def test_without_a_private_temporary_folder_nothing_is_built(
-    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, give_away: Callable[[Path], None]
-) -> None:
+def test_without_a_private_temporary_folder_nothing_is_built(trivial_sources, tmp_path, monkeypatch, give_away):
     built(load_kernels()).path.unlink()
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -281,11 +265,11 @@ def test_without_a_private_temporary_folder_nothing_is_built(
 # --- caches that cannot be written -----------------------------------------------------------------------------------
 
 
-def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_only(cache, monkeypatch):
     """Root may write anywhere, so the system's answer is played."""
     real = os.open
 
-    def refuse(path: Any, flags: int, *mode: int, **options: Any) -> int:
+    def refuse(path, flags, *mode, **options):
         if flags & os.O_CREAT and str(path).startswith(str(cache)):
             raise OSError(errno.EROFS, "Read-only file system")
         return real(path, flags, *mode, **options)
@@ -293,13 +277,13 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping.os, "open", refuse)
 
 
-def absent(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def absent(cache, monkeypatch):
     cache.with_name("file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache.with_name("file") / "cache"))
 
 
-def homeless(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown() -> Path:
+def homeless(cache, monkeypatch):
+    def unknown():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("SPECDEC_CACHE_DIR")
@@ -310,12 +294,7 @@ UNWRITABLE = {read_only: "Read-only file system", absent: "file", homeless: "doe
 
 
 @pytest.mark.parametrize("happens", UNWRITABLE, ids=lambda happens: happens.__name__)
-def test_without_a_cache_the_kernels_are_built_and_the_reason_is_said(
-    happens: Callable[[Path, pytest.MonkeyPatch], None],
-    trivial_sources: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_cache_the_kernels_are_built_and_the_reason_is_said(happens, trivial_sources, tmp_path, monkeypatch):
     """Catches: a traceback or slow kernels on a read-only home directory or a full disk."""
     built(load_kernels()).path.unlink()
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -329,7 +308,7 @@ def test_without_a_cache_the_kernels_are_built_and_the_reason_is_said(
     assert built(load_kernels()).notice == ""
 
 
-def test_a_notice_reaches_the_result_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_reaches_the_result_once(tmp_path, monkeypatch):
     reason = "the CPU kernels are built at every start: for a test"
     found = load_kernels()
     if isinstance(found, KernelsUnavailable):
@@ -346,9 +325,7 @@ def test_a_notice_reaches_the_result_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("form", ["{folder}/a compiler", "'{folder}/a compiler' -O1", "env {found}"])
-def test_the_compiler_may_be_a_command(
-    form: str, trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_may_be_a_command(form, trivial_sources, tmp_path, monkeypatch):
     built(load_kernels())
     found = compiler.find_compiler("", os.environ["PATH"]).command[0]
     (tmp_path / "a compiler").symlink_to(found)
@@ -357,7 +334,7 @@ def test_the_compiler_may_be_a_command(
 
 
 @pytest.mark.parametrize("given", ["c++ '", '"" -O2', "/"])
-def test_a_command_that_is_none_is_a_reason(given: str, trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_none_is_a_reason(given, trivial_sources, monkeypatch):
     monkeypatch.setenv("CXX", given)
     failed = load_kernels()
     assert isinstance(failed, KernelsUnavailable)
@@ -365,7 +342,7 @@ def test_a_command_that_is_none_is_a_reason(given: str, trivial_sources: Path, m
 
 
 @pytest.mark.slow
-def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) -> None:
+def test_two_processes_may_build_at_once(trivial_sources, tmp_path):
     """Catches: one process that loads what the other has half written."""
     built(load_kernels()).path.unlink()
     both = [
@@ -377,9 +354,7 @@ def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) 
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_without_a_compiler_the_reason_is_recorded(
-    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_reason_is_recorded(trivial_sources, tmp_path, monkeypatch):
     """Catches: a silent fallback. SPECDEC_CPU_KERNELS=native turns the reason into an error."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -395,7 +370,7 @@ def test_without_a_compiler_the_reason_is_recorded(
         load_kernels()
 
 
-def test_a_failed_build_keeps_what_the_compiler_said(trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_keeps_what_the_compiler_said(trivial_sources, monkeypatch):
     """Catches: an unexplained fallback after a compiler error."""
     built(load_kernels())
     (trivial_sources / "answer.cpp").write_text("#error kernels of tomorrow\n")
@@ -412,9 +387,7 @@ def test_a_failed_build_keeps_what_the_compiler_said(trivial_sources: Path, monk
 # --- instruction sets ------------------------------------------------------------------------------------------------
 
 
-def test_the_widest_instruction_set_is_taken_and_a_setting_takes_another(
-    trivial_sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_widest_instruction_set_is_taken_and_a_setting_takes_another(trivial_sources, monkeypatch):
     """Catches: a library for one instruction set found under the key of another; a setting that is not obeyed."""
     paths = {built(load_kernels(name)).path for name in RUNNABLE}
     assert len(paths) == len(RUNNABLE)
@@ -430,7 +403,7 @@ def test_the_widest_instruction_set_is_taken_and_a_setting_takes_another(
         assert built(load_kernels(RUNNABLE[-1])).instruction_set == RUNNABLE[-1]  # before the environment
 
 
-def test_what_the_processor_lacks_is_refused(trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_processor_lacks_is_refused(trivial_sources, monkeypatch):
     """Catches: a narrower set in silence, or an illegal instruction."""
     for name in set(instruction_sets.NAMES) - set(RUNNABLE):
         with pytest.raises(ConfigError, match=f"does not have the instruction set '{name}'"):
@@ -444,7 +417,7 @@ def test_what_the_processor_lacks_is_refused(trivial_sources: Path, monkeypatch:
 
 
 @pytest.mark.skipif(len(RUNNABLE) < 2, reason="this processor has one instruction set")
-def test_a_compiler_that_does_not_know_the_widest_makes_a_narrower_one(trivial_sources: Path) -> None:
+def test_a_compiler_that_does_not_know_the_widest_makes_a_narrower_one(trivial_sources):
     """Catches: slow kernels where a narrower set would do; a narrower one that nobody hears of."""
     built(load_kernels())
     only = {"avx512-bf16": "__AVX512BF16__", "amx": "__AMX_TILE__", "avx512": "__AVX512F__", "avx2": "__AVX2__"}

@@ -11,18 +11,12 @@ Hence -fvisibility=hidden.
 Every output that the kernels are handed is filled with NaN first: an element that nobody writes is seen.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdec.backends.cpu import native
-from specdec.backends.cpu.caches import CpuDeltaCache
-from specdec.backends.cpu.native import NativeOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.errors import ContractError, ShapeError
 from tests.backends import oracle
@@ -36,28 +30,28 @@ TINY = 1e-36  # bfloat16 dot products flush subnormal operands
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nan_filled_outputs() -> Iterator[None]:
+def _nan_filled_outputs():
     """Catches: an output element that no thread writes (a tail, a row block, a head)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_empty", lambda *shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
         yield
 
 
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def draw(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def bits(x: Tensor) -> Tensor:
+def bits(x):
     """Integers, so that equality sees signed zeros and NaNs."""
     return x.contiguous().view(torch.int16 if x.dtype is torch.bfloat16 else torch.int32)
 
 
-def assert_same_bits(a: Tensor, b: Tensor) -> None:
+def assert_same_bits(a, b):
     assert a.shape == b.shape
     assert torch.equal(bits(a), bits(b)), f"{(bits(a) != bits(b)).sum()} of {a.numel()} differ"
 
 
-def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+def assert_within(actual, expected, bound):
     """``bound`` is the absolute error before the rounding to actual's dtype."""
     rounding = ROUNDING[actual.dtype]
     allowed = bound + rounding * (expected.abs() + bound) + TINY
@@ -66,7 +60,7 @@ def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float) -> No
     assert (error <= allowed).all(), f"error is {(error / allowed).max():.3g} times what is allowed"
 
 
-def unaligned(w: Tensor) -> Tensor:
+def unaligned(w):
     """The same matrix one element behind a 64-byte boundary, as in a memory-mapped checkpoint."""
     room = torch.empty(w.numel() + 64, dtype=w.dtype)
     start = 1 + (-room.data_ptr() % 64) // w.element_size()
@@ -77,7 +71,7 @@ def unaligned(w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("size", cases(SIZES, sample=("short", "odd"), mark="slow"))
-def test_the_contract_of_operations(ops: NativeOps, size: str) -> None:
+def test_the_contract_of_operations(ops, size):
     check_operations(lambda: ops, size)
 
 
@@ -85,15 +79,13 @@ def test_the_contract_of_operations(ops: NativeOps, size: str) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(100, 72), (700, 333), (96, 2048)])
-def test_product_bits_do_not_depend_on_rows_or_threads(
-    ops: NativeOps, same_bits: Callable[..., list[Tensor]], n: int, k: int
-) -> None:
+def test_product_bits_do_not_depend_on_rows_or_threads(ops, same_bits, n, k):
     """Catches: another K order for one row than for many, split K, a tile that reads its neighbour. The second and
     third shape are large enough to run on several threads."""
     x, w, up = (draw(*s, seed=i, dtype=ops.dtype) for i, s in enumerate([(130, k), (n, k), (n, k)]))
     w = unaligned(w)
 
-    def run(x: Tensor) -> list[Tensor]:
+    def run(x):
         residual = x[:, :1].expand(-1, n).contiguous()
         logits = torch.tensor(ops.head(x, w).rows())
         return [ops.linear(x, w, residual), ops.swiglu(x, w, up), ops.geglu(x, w, up), logits, *ops.project(x, [up, w])]
@@ -103,7 +95,7 @@ def test_product_bits_do_not_depend_on_rows_or_threads(
         assert_same_bits(ops.project(x[5 : 5 + rows], [up, w])[1], ops.linear(x[5 : 5 + rows], w))
 
 
-def test_a_poisoned_row_stays_alone(ops: NativeOps) -> None:
+def test_a_poisoned_row_stays_alone(ops):
     """Catches: rows that leak into each other through padding (0 * NaN) or a shared scale. One library's bfloat16
     product did that for K not a multiple of 32."""
     x, w = draw(16, 70, seed=0, dtype=ops.dtype), draw(30, 70, seed=1, dtype=ops.dtype)
@@ -115,7 +107,7 @@ def test_a_poisoned_row_stays_alone(ops: NativeOps) -> None:
     assert ops.linear(x, w)[3].isnan().all()
 
 
-def test_strided_rows_are_read_in_place(ops: NativeOps) -> None:
+def test_strided_rows_are_read_in_place(ops):
     """Catches: a stride taken for the row length. Views of rows come from Hidden slices and fused projections."""
     wide, w = draw(6, 200, seed=0, dtype=ops.dtype), draw(90, 300, seed=1, dtype=ops.dtype)
     x, part = wide[1:, 40:140], w[10:70, 100:200]
@@ -125,7 +117,7 @@ def test_strided_rows_are_read_in_place(ops: NativeOps) -> None:
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_angles_are_products_in_float32(ops: NativeOps) -> None:
+def test_angles_are_products_in_float32(ops):
     """Catches: an angle in another type, which is off by up to 0.01 at this position."""
     x, rope, position = draw(5, 2, 40, seed=0, dtype=ops.dtype), Rope.of(10_000.0, 24), 200_000
     expected = torch.from_numpy(oracle.norm_rope(x.double().numpy(), None, 0.0, rope.inv_freq, position))
@@ -138,16 +130,14 @@ def test_angles_are_products_in_float32(ops: NativeOps) -> None:
 class Attention:
     """Random queries, keys, values and gates of a sequence, with views as strided as a model's."""
 
-    def __init__(
-        self, ops: NativeOps, length: int, heads: int, kv_heads: int, dim: int, seed: int, window: int = 0
-    ) -> None:
+    def __init__(self, ops, length, heads, kv_heads, dim, seed, window=0):
         self.ops, self.length, self.shape, self.window = ops, length, (kv_heads, dim), window
         both = draw(length, heads, 2 * dim, seed=seed, dtype=ops.dtype)
         self.q, self.gate = both[:, :, :dim], both[:, :, dim:]
         self.k, self.v = (draw(length, kv_heads, dim, seed=seed + i, dtype=ops.dtype) for i in (1, 2))
         self.scale = dim**-0.5
 
-    def run(self, passes: list[int], gated: bool = True) -> Tensor:
+    def run(self, passes, gated=True):
         """Attend in passes of these many rows over a cache whose unwritten slots are NaN."""
         cache = self.ops.new_kv(self.length, *self.shape)
         if self.window:
@@ -163,7 +153,7 @@ class Attention:
             cache.commit(rows)
         return torch.cat(out)
 
-    def check(self, actual: Tensor, gated: bool = True) -> None:
+    def check(self, actual, gated=True):
         """Against softmax attention in float64."""
         q, gate = self.q.double(), self.gate.double()
         k, v = (x.double().repeat_interleave(q.shape[1] // self.shape[0], 1) for x in (self.k, self.v))
@@ -182,9 +172,7 @@ class Attention:
     ("length", "group", "dim", "window"),
     [(130, 1, 40, 0), (139, 4, 64, 0), (1100, 2, 24, 0), (139, 4, 64, 9), (150, 3, 40, 70), (1100, 2, 24, 1030)],
 )
-def test_attention_bits_do_not_depend_on_passes_or_threads(
-    ops: NativeOps, threads: Callable[[int], None], length: int, group: int, dim: int, window: int
-) -> None:
+def test_attention_bits_do_not_depend_on_passes_or_threads(ops, threads, length, group, dim, window):
     """Catches: tiles counted from the start of the pass, a masked tile that is not an exact no-op, splits that follow
     the number of threads. 1100 keys cross the boundary of a split."""
     attention = Attention(ops, length, 2 * group, 2, dim, seed=3, window=window)
@@ -206,7 +194,7 @@ def test_attention_bits_do_not_depend_on_passes_or_threads(
 class Delta:
     """Random inputs of one layer; value heads per key head, sizes and taps vary."""
 
-    def __init__(self, ops: NativeOps, rows: int, shape: DeltaShape, seed: int) -> None:
+    def __init__(self, ops, rows, shape, seed):
         self.ops, self.shape, dtype = ops, shape, ops.dtype
         self.x = draw(rows, shape.channels, seed=seed, dtype=dtype)
         self.a, self.b = (2 * draw(rows, shape.value_heads, seed=seed + i, dtype=dtype) for i in (1, 2))
@@ -214,13 +202,13 @@ class Delta:
         self.a_log, self.dt_bias = draw(shape.value_heads, seed=seed + 4), draw(shape.value_heads, seed=seed + 5)
         self.a[0, 0] = 60.0  # the linear branch of softplus
 
-    def step(self, cache: CpuDeltaCache, start: int, end: int) -> Tensor:
+    def step(self, cache, start, end):
         u = self.ops.conv_window(self.x[start:end], self.taps, cache)
         return self.ops.gated_delta(
             u, self.a[start:end], self.b[start:end], self.a_log, self.dt_bias, cache, self.shape
         )
 
-    def run(self, passes: list[int]) -> tuple[Tensor, CpuDeltaCache]:
+    def run(self, passes):
         cache = self.ops.new_delta(self.shape)
         cache.after.fill_(float("nan"))
         out = []
@@ -238,9 +226,7 @@ DELTA_SHAPES = [
 
 
 @pytest.mark.parametrize("shape", DELTA_SHAPES, ids=lambda s: f"Hv{s.value_heads}")
-def test_delta_bits_do_not_depend_on_passes_or_threads(
-    ops: NativeOps, threads: Callable[[int], None], shape: DeltaShape
-) -> None:
+def test_delta_bits_do_not_depend_on_passes_or_threads(ops, threads, shape):
     """Catches: a chunked form for many rows, a state rounded between passes, a conv window one row off. 300 rows
     cross the block of tokens whose keys are prepared at once."""
     rows = 300 if shape.value_heads == 6 else 67
@@ -259,7 +245,7 @@ def test_delta_bits_do_not_depend_on_passes_or_threads(
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_layouts_that_an_address_cannot_describe_are_refused(ops: NativeOps) -> None:
+def test_layouts_that_an_address_cannot_describe_are_refused(ops):
     """Catches: silently wrong numbers from a transposed view or another dtype."""
     x, w = draw(4, 32, seed=0, dtype=ops.dtype), draw(8, 32, seed=1, dtype=ops.dtype)
     with pytest.raises(ShapeError, match="linear cannot read weight"):
@@ -286,7 +272,7 @@ def test_layouts_that_an_address_cannot_describe_are_refused(ops: NativeOps) -> 
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_one_openmp_runtime_is_loaded() -> None:
+def test_one_openmp_runtime_is_loaded():
     """Catches: a second thread pool beside torch's, which would fight it for the cores."""
     kernels_of(RUNNABLE[0])
     torch.randn(300, 300) @ torch.randn(300, 300)

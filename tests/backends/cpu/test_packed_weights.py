@@ -4,12 +4,8 @@ Bounds as in ``test_native_ops``; a packed product has one accumulator, so a sum
 n U sum|a b| (Higham 2002, section 4.2).
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
-from specdec.backends.cpu.native import SMALL, NativeOps
+from specdec.backends.cpu.native import SMALL
 from specdec.errors import ShapeError
 from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_within, draw
 
@@ -28,7 +23,7 @@ SETTINGS = settings(max_examples=25, deadline=None)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which pages are a file's")
 
 
-def packed(ops: NativeOps, *shape: int, seed: int) -> Tensor:
+def packed(ops, *shape, seed):
     w = draw(*shape, seed=seed, dtype=ops.dtype)
     ops.pack(w)
     return w
@@ -36,7 +31,7 @@ def packed(ops: NativeOps, *shape: int, seed: int) -> Tensor:
 
 @given(rows=st.integers(1, 30), features=st.integers(1, 100), words=WORDS, seed=st.integers(0, 2**31))
 @SETTINGS
-def test_products_are_right(ops: NativeOps, rows: int, features: int, words: int, seed: int) -> None:
+def test_products_are_right(ops, rows, features, words, seed):
     k = words * 4 // ops.dtype.itemsize
     x, w = draw(rows, k, seed=seed, dtype=ops.dtype), packed(ops, features, k, seed=seed + 1)
     residual = draw(rows, features, seed=seed + 2, dtype=ops.dtype)
@@ -47,20 +42,20 @@ def test_products_are_right(ops: NativeOps, rows: int, features: int, words: int
 
 
 @pytest.mark.parametrize(("k", "n"), [(320, 203), (2180, 40)])
-def test_rows_and_threads_do_not_change_bits(ops: NativeOps, same_bits: Callable[..., Any], k: int, n: int) -> None:
+def test_rows_and_threads_do_not_change_bits(ops, same_bits, k, n):
     """Catches: an order of additions that depends on the tile; a row that lands in another one's place."""
     x = draw(101, k, seed=0, dtype=ops.dtype)
     a, b, c = (packed(ops, size, k, seed=size) for size in (n, 48, 16))
     up = packed(ops, n, k, seed=7)
 
-    def run(x: Tensor) -> list[Tensor]:
+    def run(x):
         logits = torch.from_numpy(ops.head(x, a).rows())
         return [*ops.project(x, [a, b, c]), ops.linear(x, a), ops.swiglu(x, a, up), logits]
 
     same_bits(run, x)
 
 
-def test_what_cannot_be_packed_is_refused(ops: NativeOps) -> None:
+def test_what_cannot_be_packed_is_refused(ops):
     odd = 7 if ops.dtype is torch.bfloat16 else None
     with pytest.raises(ShapeError, match="pack cannot read weight"):
         ops.pack(draw(8, odd or 8, seed=0, dtype=ops.dtype if odd else torch.float64))
@@ -71,14 +66,14 @@ def test_what_cannot_be_packed_is_refused(ops: NativeOps) -> None:
 # --- memory-mapped weights --------------------------------------------------------------------------------------------
 
 
-def mapped(folder: Path, w: Tensor) -> Tensor:
+def mapped(folder, w):
     save_file({"w": w}, folder / "model.safetensors")
     with safe_open(folder / "model.safetensors", "pt") as file:
-        tensor: Tensor = file.get_tensor("w")
+        tensor = file.get_tensor("w")
     return tensor
 
 
-def resident_of_file(name: str) -> int:
+def resident_of_file(name):
     """Resident bytes of the mappings of a file."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -90,7 +85,7 @@ def resident_of_file(name: str) -> int:
 
 
 @LINUX
-def test_mapped_weights_are_packed_and_their_pages_given_back(ops: NativeOps, tmp_path: Path) -> None:
+def test_mapped_weights_are_packed_and_their_pages_given_back(ops, tmp_path):
     original = draw(1000, 2048, seed=0, dtype=ops.dtype)
     w = mapped(tmp_path, original)
     name = str(tmp_path / "model.safetensors")
@@ -107,7 +102,7 @@ def test_mapped_weights_are_packed_and_their_pages_given_back(ops: NativeOps, tm
 
 
 @LINUX
-def test_written_and_private_memory_is_left_alone(ops: NativeOps, tmp_path: Path) -> None:
+def test_written_and_private_memory_is_left_alone(ops, tmp_path):
     """Catches: giving back pages that hold what no file holds, which would lose it."""
     own = draw(100, 64, seed=0, dtype=ops.dtype)
     written = mapped(tmp_path, own)
@@ -120,13 +115,13 @@ def test_written_and_private_memory_is_left_alone(ops: NativeOps, tmp_path: Path
     assert_same_bits(ops.linear(x, written), ops.linear(x, packed_copy(ops, expected)))
 
 
-def packed_copy(ops: NativeOps, w: Tensor) -> Tensor:
+def packed_copy(ops, w):
     copy = w.clone()
     ops.pack(copy)
     return copy
 
 
-def test_a_weight_has_the_same_bits_wherever_it_came_from(ops: NativeOps, tmp_path: Path) -> None:
+def test_a_weight_has_the_same_bits_wherever_it_came_from(ops, tmp_path):
     """From a file, and from memory (decoded, converted): a checkpoint and its decoded form must not differ."""
     original = draw(700, 512, seed=0, dtype=ops.dtype)
     assert original.nbytes > SMALL

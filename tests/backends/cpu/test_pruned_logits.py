@@ -4,10 +4,6 @@ bit; and what a row is searched for (its best two, its log-sum-exp) against nump
 Rows are drawn with ties, infinities and few values, so that ids decide often.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +12,7 @@ from hypothesis import strategies as st
 
 from specdec.backends.cpu.arrays import CpuLogits
 from specdec.backends.cpu.native import NativeOps
-from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
+from specdec.backends.cpu.pruned import HeadRows
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Context, Sampling
 from specdec.errors import ConfigError, ContractError
@@ -27,24 +23,24 @@ SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])
 
 
 @pytest.fixture(scope="module", params=each_set("torch"))
-def ops(request: pytest.FixtureRequest) -> ReferenceOps:
+def ops(request):
     if request.param == "torch":
         return ReferenceOps(torch.float32)
     return NativeOps(torch.float32, kernels_of(request.param))
 
 
-def full_logits(ops: ReferenceOps, rows: np.ndarray) -> CpuLogits:
+def full_logits(ops, rows):
     array = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))
     return ops.logits(array) if isinstance(ops, NativeOps) else CpuLogits(array)
 
 
-def pruned_logits(ops: ReferenceOps, rows: np.ndarray, ids: np.ndarray) -> PrunedLogits:
+def pruned_logits(ops, rows, ids):
     head = HeadRows((), ids.astype(np.int32), rows.shape[1])
     return ops._pruned_logits(np.ascontiguousarray(rows[:, ids], dtype=np.float32), head)
 
 
 @st.composite
-def cases(draw: Any) -> tuple[np.ndarray, np.ndarray]:
+def cases(draw):
     """Rows ``[T, V]`` with -inf outside some ids, and those ids in any order."""
     size, count = draw(SIZES), draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -67,12 +63,12 @@ def cases(draw: Any) -> tuple[np.ndarray, np.ndarray]:
     return masked, ids
 
 
-def alive(masked: np.ndarray) -> bool:
+def alive(masked):
     return bool(np.isfinite(masked).any(axis=1).all())
 
 
 @given(case=cases(), data=st.data())
-def test_answers_are_those_of_the_masked_row(ops: ReferenceOps, case: Any, data: Any) -> None:
+def test_answers_are_those_of_the_masked_row(ops, case, data):
     masked, ids = case
     full, pruned = full_logits(ops, masked), pruned_logits(ops, masked, ids)
     assert len(pruned) == len(full)
@@ -97,7 +93,7 @@ def test_answers_are_those_of_the_masked_row(ops: ReferenceOps, case: Any, data:
 
 
 @given(case=cases())
-def test_the_best_two_and_the_sum_against_float64(ops: ReferenceOps, case: Any) -> None:
+def test_the_best_two_and_the_sum_against_float64(ops, case):
     masked, _ = case
     logits = full_logits(ops, masked)
     for k in (1, 2):
@@ -114,7 +110,7 @@ def test_the_best_two_and_the_sum_against_float64(ops: ReferenceOps, case: Any) 
         np.testing.assert_allclose(logits.logsumexp(), wanted, rtol=0, atol=3 * 2.0**-24)
 
 
-def test_what_is_not_finite_is_refused_by_row(ops: ReferenceOps) -> None:
+def test_what_is_not_finite_is_refused_by_row(ops):
     for bad in (np.nan, -np.inf):
         rows = np.zeros((2, 40), dtype=np.float32)
         rows[1] = bad if bad != bad else -np.inf
@@ -129,7 +125,7 @@ def test_what_is_not_finite_is_refused_by_row(ops: ReferenceOps) -> None:
         draft_token(pruned_logits(ops, one, np.arange(0, 40, 2)), [], Context([1], Sampling(temperature=1.0)))
 
 
-def test_a_vocabulary_without_a_legal_token_is_told(ops: ReferenceOps) -> None:
+def test_a_vocabulary_without_a_legal_token_is_told(ops):
     row = np.zeros((1, 8), dtype=np.float32)
     context = Context([1], Sampling(banned=(2, 3)))
     with pytest.raises(ConfigError, match="no token is allowed"):
@@ -139,7 +135,7 @@ def test_a_vocabulary_without_a_legal_token_is_told(ops: ReferenceOps) -> None:
 # --- gathered rows ----------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_another_backend_are_refused() -> None:
+def test_rows_of_another_backend_are_refused():
     ops = ReferenceOps(torch.float32)
     with pytest.raises(ContractError, match="another backend"):
         ops.pruned_head(torch.zeros(1, 4), object())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -21,9 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.packed import FORMATS, MAX_GROUP
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, rounded
@@ -36,22 +33,22 @@ X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 SETTINGS = settings(examples(12), deadline=None)
 
 
-def in_checkpoint(parts: q.Tensors, config: dict[str, Any], folder: Path, dtype: torch.dtype) -> StoredMatrix:
+def in_checkpoint(parts, config, folder, dtype):
     checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + name: part for name, part in parts.items()}))
     matrix = StoredWeights(checkpoint, dtype=dtype, keeps=FORMATS).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     return matrix
 
 
-def affine(bits: int, group: int) -> Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]:
-    def quantise(weight: np.ndarray, folder: Path, dtype: torch.dtype) -> StoredMatrix:
+def affine(bits, group):
+    def quantise(weight, folder, dtype):
         config = {"quantization": {"group_size": group, "bits": bits}}
         return in_checkpoint(mlx_layout.affine(weight, bits, group, torch.bfloat16)[0], config, folder, dtype)
 
     return quantise
 
 
-def by_tool(name: str) -> Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]:
+def by_tool(name):
     return lambda weight, folder, dtype: in_checkpoint(q.QUANTISERS[name](weight)[0], {}, folder, dtype)
 
 
@@ -64,7 +61,7 @@ QUANTISERS: dict[str, Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]] =
 }
 
 
-def drawn(rows: int, columns: int, seed: int) -> np.ndarray:
+def drawn(rows, columns, seed):
     """Values of many sizes, a few of them outliers and zeros."""
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((rows, columns)) * 10 ** rng.uniform(-3, 1, (rows, 1))
@@ -73,11 +70,11 @@ def drawn(rows: int, columns: int, seed: int) -> np.ndarray:
     return weight.astype(np.float32)
 
 
-def meaning(matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
+def meaning(matrix):
     """The values in float64, and the sum of the magnitudes of their parts, by the docstring of ``StoredMatrix``."""
     blocks = (matrix.meta["block_rows"], matrix.meta["block_columns"])
 
-    def wide(part: str) -> Tensor:
+    def wide(part):
         if part not in matrix.parts:
             return torch.zeros(matrix.shape, dtype=torch.float64)
         values = q.spread(matrix.parts[part].double().numpy(), matrix.shape, *blocks)
@@ -99,13 +96,13 @@ def meaning(matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
     return (values - wide("offset")) * scale + wide("bias"), parts
 
 
-def group_of(matrix: StoredMatrix) -> int:
+def group_of(matrix):
     """Columns that the kernels sum before they scale: the widest group of words that divides a block."""
     width = min(matrix.meta["block_columns"], matrix.shape[1])
     return max(size for size in range(8, MAX_GROUP + 1, 8) if width % size == 0)
 
 
-def as_taken(ops: NativeOps, x: Tensor, group: int, *, whole: bool = True) -> Tensor:
+def as_taken(ops, x, group, *, whole=True):
     """Activations in float64 as the kernels multiply them: with 15 bits for the largest of a group (``packed.h``)."""
     if not whole or ops.dtype is not torch.bfloat16 or "(avx2," not in ops.capabilities.kernels:
         return x.double()
@@ -117,7 +114,7 @@ def as_taken(ops: NativeOps, x: Tensor, group: int, *, whole: bool = True) -> Te
     return torch.cat(taken, 1)
 
 
-def check_products(ops: NativeOps, matrix: StoredMatrix, *, rows: int, seed: int, packed: bool = True) -> None:
+def check_products(ops, matrix, *, rows, seed, packed=True):
     """Every operation that takes the matrix agrees with float64."""
     held = ops.weight(matrix)
     assert held.is_meta == packed
@@ -133,7 +130,7 @@ def check_products(ops: NativeOps, matrix: StoredMatrix, *, rows: int, seed: int
     assert_within(ops.linear(x, held, residual), exact + residual.double(), bound + U * residual.double().abs())
 
 
-def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_products_of_every_format_are_right(ops, tmp_path_factory):
     @given(
         name=st.sampled_from(list(QUANTISERS)),
         rows=st.integers(1, 30),
@@ -142,7 +139,7 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
         seed=st.integers(0, 2**31),
     )
     @settings(examples(200), deadline=None)
-    def check(name: str, rows: int, features: int, units: int, seed: int) -> None:
+    def check(name, rows, features, units, seed):
         unit = int(name.rpartition(" g")[2]) if name.startswith("mlx") else 8 if name.startswith("rounded") else 32
         folder = tmp_path_factory.mktemp("weight")
         matrix = QUANTISERS[name](drawn(features, units * unit, seed), folder, ops.dtype)
@@ -153,7 +150,7 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
 
 @given(exponent=st.integers(-120, 90), spread=st.integers(0, 240), seed=st.integers(0, 2**31))
 @SETTINGS
-def test_activations_are_taken_as_they_are(ops: NativeOps, exponent: int, spread: int, seed: int) -> None:
+def test_activations_are_taken_as_they_are(ops, exponent, spread, seed):
     """Exact down to a 128th of a group's largest, and within 2^-15 of that below. Not with AVX2: exact always."""
     generator = torch.Generator().manual_seed(seed)
     down = torch.randint(0, spread + 1, (64,), generator=generator)
@@ -171,7 +168,7 @@ def test_activations_are_taken_as_they_are(ops: NativeOps, exponent: int, spread
 
 
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_stays_in_its_row(ops: NativeOps, odd: float) -> None:
+def test_what_is_not_finite_stays_in_its_row(ops, odd):
     x = draw(3, 192, seed=0, dtype=ops.dtype)
     x[1, 100] = odd
     for bits in (4, 8):
@@ -183,7 +180,7 @@ def test_what_is_not_finite_stays_in_its_row(ops: NativeOps, odd: float) -> None
 
 
 @pytest.mark.parametrize(("bits", "byte"), [(8, 255), (8, 0), (4, 255), (4, 0)])
-def test_the_largest_sums_are_right(ops: NativeOps, tmp_path: Path, bits: int, byte: int) -> None:
+def test_the_largest_sums_are_right(ops, tmp_path, bits, byte):
     """Groups of 128 columns of the largest codes and activations. Catches: sums that leave 32 bits."""
     matrix = affine(bits, 128)(drawn(33, 256, 0), tmp_path, ops.dtype)
     codes = matrix.parts["codes"]
@@ -196,7 +193,7 @@ def test_the_largest_sums_are_right(ops: NativeOps, tmp_path: Path, bits: int, b
     assert_within(torch.from_numpy(ops.head(x, held).rows()), x.double() @ values.T, bound)
 
 
-def test_rows_of_a_table_are_the_decoded_ones(ops: NativeOps, tmp_path: Path) -> None:
+def test_rows_of_a_table_are_the_decoded_ones(ops, tmp_path):
     """``embed``, ``to_host`` and a pruned head: the bits of ``StoredMatrix.decode`` and of the whole head."""
     for number, name in enumerate(QUANTISERS):
         matrix = QUANTISERS[name](drawn(77, 384, number), tmp_path / str(number), ops.dtype)
@@ -217,9 +214,7 @@ def test_rows_of_a_table_are_the_decoded_ones(ops: NativeOps, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "int8 per channel zero points", "mlx-affine 4 g64"])
-def test_rows_and_threads_do_not_change_bits(
-    ops: NativeOps, same_bits: Callable[..., list[Tensor]], tmp_path: Path, name: str
-) -> None:
+def test_rows_and_threads_do_not_change_bits(ops, same_bits, tmp_path, name):
     """Catches: an order of additions that depends on the tile or on opened values; sums of another row."""
     columns = 448  # the last group is half of one
     x = draw(101, columns, seed=0, dtype=ops.dtype)
@@ -230,7 +225,7 @@ def test_rows_and_threads_do_not_change_bits(
     panels = draw(48, columns, seed=4, dtype=ops.dtype)
     ops.pack(panels)
 
-    def run(x: Tensor) -> list[Tensor]:
+    def run(x):
         logits = torch.from_numpy(ops.head(x, a).rows())
         mixed = ops.project(x, [a, plain, panels, up])
         return [*mixed, ops.linear(x, a), ops.swiglu(x, a, up), ops.swiglu(x[:, :columns], a, up), logits]
@@ -240,7 +235,7 @@ def test_rows_and_threads_do_not_change_bits(
     assert_same_bits(alone[2], ops.linear(x, panels))
 
 
-def test_matrices_of_one_call_have_groups_of_their_own(ops: NativeOps, tmp_path: Path) -> None:
+def test_matrices_of_one_call_have_groups_of_their_own(ops, tmp_path):
     """Catches: sums or units of activations that are shared by matrices with other groups, or with none."""
     names = ["rounded int4", "mlx-affine 4 g128", "nvfp4", "fp8 per channel", "mlx-affine 5 g32", "mlx-affine 8 g64"]
     held = [
@@ -254,7 +249,7 @@ def test_matrices_of_one_call_have_groups_of_their_own(ops: NativeOps, tmp_path:
 @pytest.mark.parametrize("bits", [4, 8])
 @given(rows=st.integers(1, 40), units=st.integers(1, 40), seed=st.integers(0, 2**31))
 @SETTINGS
-def test_rounding_is_to_the_nearest(bits: int, rows: int, units: int, seed: int) -> None:
+def test_rounding_is_to_the_nearest(bits, rows, units, seed):
     """No value is further from its result than half a step, and the largest of a group sets the step."""
     weight = torch.from_numpy(drawn(rows, 8 * units, seed)).bfloat16()
     matrix = rounded(weight, bits, torch.float32)
@@ -267,10 +262,10 @@ def test_rounding_is_to_the_nearest(bits: int, rows: int, units: int, seed: int)
         assert torch.equal(matrix.parts["scale"][:, group // 64], wanted)
 
 
-def test_what_does_not_fit_the_layout_is_decoded(ops: NativeOps) -> None:
+def test_what_does_not_fit_the_layout_is_decoded(ops):
     """Rows of half words, blocks that no group divides, values that are no bfloat16."""
     sound = rounded(torch.from_numpy(drawn(9, 64, 0)), 4, ops.dtype)
-    noted: list[int] = []
+    noted = []
     sound = attrs.evolve(sound, on_decode=lambda: noted.append(1))
     check_products(ops, sound, rows=3, seed=0)
     assert not noted

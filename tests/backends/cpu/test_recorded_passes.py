@@ -6,9 +6,8 @@ Between passes the shared work memory is filled with NaN, so that a replay which
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -41,7 +40,7 @@ DENSE = {
 tokens_ = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_ROWS)
 
 
-def new_state(target: Any) -> Any:
+def new_state(target):
     return target.new_state(CAPACITY, tiny.needs_of(target))
 
 
@@ -52,7 +51,7 @@ class Pair:
     recorded: Any
     eager: Any
 
-    def state(self) -> Both:
+    def state(self):
         return Both(self, new_state(self.recorded), new_state(self.eager))
 
 
@@ -65,36 +64,36 @@ class Both:
     truth: Any
     held: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
 
-    def decode(self, tokens: Sequence[int]) -> tuple[Any, Any]:
+    def decode(self, tokens):
         poison(self.pair.recorded)
         mine, truth = self.pair.recorded.decode(self.mine, tokens), self.pair.eager.decode(self.truth, tokens)
         self.compare(mine, truth)
         return mine, truth
 
-    def decode_mtp(self, tokens: Sequence[int], hidden: tuple[Any, Any], provisional: bool) -> tuple[Any, Any]:
+    def decode_mtp(self, tokens, hidden, provisional):
         poison(self.pair.recorded)
         mine = self.pair.recorded.decode_mtp(self.mine, tokens, hidden[0], provisional=provisional)
         truth = self.pair.eager.decode_mtp(self.truth, tokens, hidden[1], provisional=provisional)
         self.compare(mine, truth)
         return mine, truth
 
-    def compare(self, mine: Any, truth: Any) -> None:
+    def compare(self, mine, truth):
         for ours, theirs in ((mine.hidden.array, truth.hidden.array), (mine.logits.array, truth.logits.array)):
             same_bits(ours, theirs)
             self.held.append((ours, theirs.clone()))
 
-    def restore(self) -> None:
+    def restore(self):
         """Go on over copies."""
         self.mine = self.pair.recorded.restore(self.pair.recorded.snapshot(self.mine), self.mine.needs)
         self.truth = self.pair.eager.restore(self.pair.eager.snapshot(self.truth), self.truth.needs)
 
-    def each(self, method: str, *arguments: Any) -> Any:
+    def each(self, method, *arguments):
         """Call a method of the targets on both states; gives what both agree on."""
         got = getattr(self.pair.recorded, method)(self.mine, *arguments)
         assert got == getattr(self.pair.eager, method)(self.truth, *arguments)
         return got
 
-    def finish(self) -> None:
+    def finish(self):
         for ours, theirs in self.held:
             same_bits(ours, theirs)
         mine, truth = self.pair.recorded.snapshot(self.mine), self.pair.eager.snapshot(self.truth)
@@ -102,24 +101,24 @@ class Both:
         tiny.assert_same_bits(mine.arrays, truth.arrays)
 
 
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def same_bits(ours, theirs):
     tiny.assert_same_bits({"": ours}, {"": theirs})
 
 
-def poison(target: Any) -> None:
+def poison(target):
     target.ops.inner._work.fill_(0xFF)  # NaN in either dtype
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def dtype(request: pytest.FixtureRequest) -> str:
+def dtype(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def make_pair(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Pair]:
-    made: dict[Any, Pair] = {}
+def make_pair(checkpoint):
+    made = {}
 
-    def make(family: str, dtype: str, **changed: Any) -> Pair:
+    def make(family, dtype, **changed):
         key = (family, dtype, *changed.items())
         if key not in made:
             folder = checkpoint(family, dtype=dtype, **{**DENSE[family], **changed})
@@ -137,7 +136,7 @@ def make_pair(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Pair]:
 
 
 @pytest.fixture(scope="module")
-def pair(make_pair: Callable[..., Pair], dtype: str) -> Pair:
+def pair(make_pair, dtype):
     return make_pair("qwen3_5", dtype)
 
 
@@ -145,10 +144,10 @@ def pair(make_pair: Callable[..., Pair], dtype: str) -> Pair:
 
 
 @given(data=st.data())
-def test_any_story_has_the_bits_of_the_ops(pair: Pair, data: st.DataObject) -> None:
+def test_any_story_has_the_bits_of_the_ops(pair, data):
     """Prompts, passes, repeated passes, rewinds, snapshots and MTP passes in any order."""
     both = pair.state()
-    tokens: list[int] = []
+    tokens = []
     steps = st.sampled_from(["prefill", "decode", "decode", "again", "rewind", "restore", "mtp"])
     for step in data.draw(st.lists(steps, min_size=1, max_size=12)):
         if step in ("prefill", "decode", "again"):
@@ -186,10 +185,10 @@ def test_any_story_has_the_bits_of_the_ops(pair: Pair, data: st.DataObject) -> N
 
 
 @given(data=st.data())
-def test_sequences_share_recordings_and_nothing_else(pair: Pair, data: st.DataObject) -> None:
+def test_sequences_share_recordings_and_nothing_else(pair, data):
     """Passes of several sequences, the commit of each long after those of the others began; forks among them."""
     sequences = [pair.state() for _ in range(3)]
-    pending: dict[int, int] = {}
+    pending = {}
     for which in data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=24)):
         both = sequences[which]
         if which in pending:
@@ -208,14 +207,14 @@ def test_sequences_share_recordings_and_nothing_else(pair: Pair, data: st.DataOb
         both.finish()
 
 
-def test_threads_take_turns(pair: Pair) -> None:
+def test_threads_take_turns(pair):
     """Four threads with a sequence each, over one model and one set of recordings."""
     plans = [
         [[(i * 41 + 13 * step + t) % VOCAB for t in range(1 + (step + i) % 5)] for step in range(20)] for i in range(4)
     ]
-    results: list[Any] = [None] * len(plans)
+    results = [None] * len(plans)
 
-    def play(target: Any, plan: list[list[int]]) -> Any:
+    def play(target, plan):
         state = target.new_state(CAPACITY)
         logits = []
         for chunk in plan:
@@ -223,7 +222,7 @@ def test_threads_take_turns(pair: Pair) -> None:
             target.commit(state, 1 + len(chunk) // 2)
         return logits, target.snapshot(state).arrays
 
-    def run(i: int) -> None:
+    def run(i):
         results[i] = play(pair.recorded, plans[i])
 
     workers = [threading.Thread(target=run, args=(i,)) for i in range(len(plans))]
@@ -241,7 +240,7 @@ def test_threads_take_turns(pair: Pair) -> None:
 # --- greedy drafts in one call ---------------------------------------------------------------------------------------
 
 
-def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> tuple[int, ...]:
+def step_by_step(target, state, tokens, hidden, depth):
     """What ``Pass.chain`` says it does."""
     output = target.decode_mtp(state, tokens, hidden)
     drafted = output.logits.argmax()
@@ -251,19 +250,19 @@ def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, de
     return tuple(drafted)
 
 
-def chained(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> tuple[int, ...] | None:
+def chained(target, state, tokens, hidden, depth):
     """The same in one call, over true pairs that come in place of provisional ones."""
     fed = state.pairs.fed
     state.mtp.truncate(fed)
     try:
-        drafted: tuple[int, ...] | None = state.mtp_pass.chain(tokens, hidden.array, depth, target._mtp_lm_head)
+        drafted = state.mtp_pass.chain(tokens, hidden.array, depth, target._mtp_lm_head)
     finally:
         if state.mtp.length > fed:
             state.pairs.fed = fed + len(tokens)
     return drafted
 
 
-def same_heads(mine: Any, truth: Any) -> None:
+def same_heads(mine, truth):
     """The head's caches, provisional rows included."""
     assert mine.pairs.fed == truth.pairs.fed
     assert mine.mtp.length == truth.mtp.length
@@ -271,7 +270,7 @@ def same_heads(mine: Any, truth: Any) -> None:
 
 
 @given(data=st.data())
-def test_a_chain_drafts_what_the_steps_draft(pair: Pair, data: st.DataObject) -> None:
+def test_a_chain_drafts_what_the_steps_draft(pair, data):
     """1 to 8 pairs, depths 1 to 8, one draft after the other, with rewinds, copies and held outputs between them."""
     both = pair.state()
     for _ in range(data.draw(st.integers(1, 5))):
@@ -295,7 +294,7 @@ def test_a_chain_drafts_what_the_steps_draft(pair: Pair, data: st.DataObject) ->
 
 
 @contextlib.contextmanager
-def no_numbers_for(target: Any, token: int) -> Iterator[None]:
+def no_numbers_for(target, token):
     """The embedding of a token is NaN."""
     copy = target.ops.inner._panels(target.model.embed_tokens)
     panels = copy.view(torch.uint8).view(len(copy) // FEATURES, -1, FEATURES, WORD)
@@ -309,7 +308,7 @@ def no_numbers_for(target: Any, token: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_a_chain_fails_as_the_steps_do(make_pair: Callable[..., Pair], dtype: str, step: int) -> None:
+def test_a_chain_fails_as_the_steps_do(make_pair, dtype, step):
     """Logits that are not finite from some step on: the same error, and the same rows counted."""
     pair = make_pair("qwen3_5", dtype, tied=False)  # a token that the embedding spoils, and the head can choose
     hidden = pair.eager.decode(new_state(pair.eager), [1, 2]).hidden
@@ -328,7 +327,7 @@ def test_a_chain_fails_as_the_steps_do(make_pair: Callable[..., Pair], dtype: st
     assert states[0].pairs.fed == states[1].pairs.fed == 2
 
 
-def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair: Pair) -> None:
+def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair):
     target = pair.recorded
     state = target.new_state(4, tiny.needs_of(target))  # and max_rows more for provisional rows
     hidden = target.decode(state, [1, 2, 3]).hidden
@@ -343,7 +342,7 @@ def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair: Pair) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_full_cache_and_wrong_inputs_are_refused(pair: Pair) -> None:
+def test_a_full_cache_and_wrong_inputs_are_refused(pair):
     target = pair.recorded
     bound = target._target_passes[()].bind(target._new_caches(4))
     with pytest.raises(StateError, match="the KV cache holds 4 tokens, 5 are needed"):
@@ -376,20 +375,20 @@ class Small:
     foreign: torch.Tensor
 
     @classmethod
-    def of(cls, kind: type[NativeOps] = NativeOps) -> Small:
+    def of(cls, kind=NativeOps):
         ops = kind(torch.float32, load_kernels())
         draw = torch.Generator().manual_seed(3)
         table = ops.weight(torch.randn(VOCAB, 32, generator=draw))
         weight, foreign = torch.randn(32, 32, generator=draw), torch.randn(32, 32, generator=draw)
         return cls(ops, table, ops.weight(weight), ops.vector(torch.ones(32)), foreign)
 
-    def attend(self, x: torch.Tensor, cache: Any, position: Any) -> torch.Tensor:
+    def attend(self, x, cache, position):
         heads = x.view(-1, 2, 16)
         turned = self.ops.norm_rope(heads, None, 1e-6, Rope.of(1e4, 16), position)
         return self.ops.attend(turned, turned, heads, cache, scale=0.25)
 
 
-def _in_place(m: Small, x: torch.Tensor, tokens: Any, cache: Any) -> torch.Tensor:
+def _in_place(m, x, tokens, cache):
     x += 1
     return m.attend(x, cache, cache.length)
 
@@ -418,10 +417,10 @@ BODIES: dict[str, tuple[str, Callable[[Small, torch.Tensor, Any, Any], torch.Ten
 
 
 @pytest.mark.parametrize("reason", BODIES)
-def test_what_a_replay_could_not_repeat_runs_eagerly(reason: str) -> None:
+def test_what_a_replay_could_not_repeat_runs_eagerly(reason):
     small, body = Small.of(), BODIES[reason][1]
 
-    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+    def run(caches, tokens, hidden):
         return body(small, small.ops.embed(small.table, tokens), tokens, caches[0])
 
     passes = small.ops.record_passes(run, [small.ops.new_kv(4, 2, 16)], 0)
@@ -431,10 +430,10 @@ def test_what_a_replay_could_not_repeat_runs_eagerly(reason: str) -> None:
     assert torch.cat([torch.ones(1), torch.ones(1)]).sum() == 2  # torch is not watched any more
 
 
-def test_what_is_refused_at_one_length_runs_eagerly_at_that_length() -> None:
+def test_what_is_refused_at_one_length_runs_eagerly_at_that_length():
     small = Small.of()
 
-    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+    def run(caches, tokens, hidden):
         x = small.ops.embed(small.table, tokens)
         return small.attend(x * 2 if len(tokens) == 3 else x, caches[0], caches[0].length)
 
@@ -451,7 +450,7 @@ def test_what_is_refused_at_one_length_runs_eagerly_at_that_length() -> None:
     assert passes.recordings[4] is not None
 
 
-def test_foreign_ops_and_caches_run_eagerly() -> None:
+def test_foreign_ops_and_caches_run_eagerly():
     own, small = Small.of(OwnOps), Small.of()
     kv = small.ops.new_kv(4, 2, 16)
     assert "OwnOps changes the native ops" in own.ops.record_passes(lambda *_: None, [kv], 0).eager_reason
@@ -459,21 +458,21 @@ def test_foreign_ops_and_caches_run_eagerly() -> None:
     assert small.ops.record_passes(lambda *_: None, [OwnCache(4, 2, 16, torch.float32)], 0).eager_reason == wanted
 
 
-def test_a_convolution_without_its_delta_rule_is_refused() -> None:
+def test_a_convolution_without_its_delta_rule_is_refused():
     small, shape = Small.of(), DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=8, kernel=4)
     taps = small.ops.vector(torch.ones(32, 4))
 
-    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+    def run(caches, tokens, hidden):
         return small.ops.conv_window(small.ops.embed(small.table, tokens), taps, caches[0])
 
     passes = small.ops.record_passes(run, [small.ops.new_delta(shape)], 0)
     assert "a convolution without the delta rule" in passes.eager_reason
 
 
-def test_weights_that_a_recording_reads_live_as_long_as_it() -> None:
+def test_weights_that_a_recording_reads_live_as_long_as_it():
     small = Small.of()
 
-    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+    def run(caches, tokens, hidden):
         x = small.ops.embed(small.table, tokens)
         return small.ops.linear(small.attend(x, caches[0], caches[0].length), *weights)
 

@@ -1,11 +1,8 @@
 """The team of threads: each block runs once, for several callers at a time and after a fork; and the team's size."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from specdec.backends.cpu.threads import Threads, given_processors
 from specdec.errors import ConfigError
 
 
-def native_ops(threads: int) -> NativeOps:
+def native_ops(threads):
     kernels = load_kernels()
     if isinstance(kernels, KernelsUnavailable):
         pytest.skip(kernels.reason)
@@ -29,7 +26,7 @@ def native_ops(threads: int) -> NativeOps:
 
 @given(callers=st.integers(1, 6), threads=st.integers(1, 9), features=st.integers(900, 1100), rounds=st.integers(1, 30))
 @settings(max_examples=20, deadline=None)
-def test_callers_share_the_team(callers: int, threads: int, features: int, rounds: int) -> None:
+def test_callers_share_the_team(callers, threads, features, rounds):
     """Catches: a block that is skipped or run for another caller's job, a member that works on a finished job."""
     ops = native_ops(threads)
     generator = torch.Generator().manual_seed(features)
@@ -39,14 +36,14 @@ def test_callers_share_the_team(callers: int, threads: int, features: int, round
     expected = [ops.linear(x, weight) for x in inputs]
     ops.threads.chosen = threads
 
-    def call(i: int) -> bool:
+    def call(i):
         return all(torch.equal(ops.linear(inputs[i], weight), expected[i]) for _ in range(rounds))
 
     with ThreadPoolExecutor(callers) as pool:
         assert all(pool.map(call, range(callers)))
 
 
-def test_more_threads_than_processors_are_said() -> None:
+def test_more_threads_than_processors_are_said():
     given = given_processors()
     for threads in (None, given):
         assert not any("target.threads" in notice for notice in CpuBackend(threads).notices)
@@ -99,24 +96,24 @@ assert specdec.load(drafter="mtp", depth=2).generate("def f(", max_new_tokens=24
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere torch does not survive a fork")
 @pytest.mark.slow
-def test_a_process_may_fork_while_its_threads_generate() -> None:
+def test_a_process_may_fork_while_its_threads_generate():
     """Catches: a child that waits for a lock which a thread of its parent held."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", BUSY], check=True, timeout=300)
 
 
 @pytest.mark.slow
-def test_the_default_device_of_the_program_does_not_matter() -> None:
+def test_the_default_device_of_the_program_does_not_matter():
     """Catches: memory for a kernel that was allocated on another device."""
     subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, timeout=300)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere torch does not survive a fork")
-def test_a_forked_process_has_a_team_of_its_own() -> None:
+def test_a_forked_process_has_a_team_of_its_own():
     """Catches: a child that waits for threads of its parent."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=300)
 
 
-def test_target_threads_reaches_the_kernels(tmp_path: Path) -> None:
+def test_target_threads_reaches_the_kernels(tmp_path):
     lm = specdec.load(threads=3)
     assert "3 threads" in lm.info.device or "torch reference" in lm.info.kernels
     with pytest.raises(ConfigError, match="threads"):
@@ -125,7 +122,7 @@ def test_target_threads_reaches_the_kernels(tmp_path: Path) -> None:
         specdec.load(backend="metal", threads=2)
 
 
-def mounted(root: Path, groups: str, files: dict[str, str]) -> Path:
+def mounted(root, groups, files):
     for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -150,14 +147,12 @@ def mounted(root: Path, groups: str, files: dict[str, str]) -> Path:
         ("0::/a\n", {}, 64),
     ],
 )
-def test_a_quota_limits_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], expected: int
-) -> None:
+def test_a_quota_limits_the_threads(tmp_path, monkeypatch, groups, files, expected):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
     assert given_processors(mounted(tmp_path, groups, files)) == expected
 
 
-def test_torchs_number_counts_unless_one_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_number_counts_unless_one_was_chosen(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert Threads(given=8).count() == 5
     assert Threads(given=2).count() == 2

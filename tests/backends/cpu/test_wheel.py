@@ -3,8 +3,6 @@
 ``SPECDEC_WHEEL=FILE`` tests that wheel, which another compiler may have made; without it one is built.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,7 +15,6 @@ import torch
 from specdec.backends.cpu import library
 from specdec.backends.cpu.compiler import CompileError, find_compiler
 from specdec.backends.cpu.instruction_sets import available, of_this_architecture
-from specdec.backends.cpu.library import Kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.checkpoints import locate
 from tests import tiny
@@ -27,7 +24,7 @@ from tests.processes import HUNG
 ROOT = Path(__file__).parents[3]
 
 
-def build_wheel(folder: Path, **environment: str) -> tuple[Path, str]:
+def build_wheel(folder, **environment):
     """Build a wheel; return it and what the build said."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=HUNG)
@@ -37,7 +34,7 @@ def build_wheel(folder: Path, **environment: str) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     try:
         find_compiler(os.environ.get("CXX", ""), os.environ["PATH"])
     except CompileError as error:
@@ -48,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(tmp_path: Path) -> None:
+def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(tmp_path):
     wheel, said = build_wheel(tmp_path / "dist", CXX="", PATH=str(tmp_path))
     assert wheel.name.endswith("-py3-none-any.whl")
     assert "no C++ compiler" in said
@@ -56,7 +53,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_wheel_carries_the_sets_of_its_architecture(wheel: Path) -> None:
+def test_a_wheel_carries_the_sets_of_its_architecture(wheel):
     names = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
     assert names == {f"{one.name}.so" for one in of_this_architecture() if one.packaged}
     assert "-py3-none-" in wheel.name
@@ -66,9 +63,7 @@ def test_a_wheel_carries_the_sets_of_its_architecture(wheel: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [one.name for one in available() if one.packaged])
-def test_its_libraries_give_the_bits_of_a_native_build(
-    name: str, dtype: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_libraries_give_the_bits_of_a_native_build(name, dtype, wheel, tmp_path, monkeypatch):
     """Catches: a sum that one compiler orders or fuses in another way than the other."""
     native = kernels_of(name)
     zipfile.ZipFile(wheel).extractall(tmp_path)
@@ -80,7 +75,7 @@ def test_its_libraries_give_the_bits_of_a_native_build(
         assert torch.equal(ours, theirs)
 
 
-def logits(kernels: Kernels, dtype: str) -> list[torch.Tensor]:
+def logits(kernels, dtype):
     """The embedded model's logits after a prompt, and of passes with 1 to 8 rows, with every bit as an integer."""
     target = tiny.make_target(locate("demo"), ops=NativeOps(getattr(torch, dtype), kernels), dtype=dtype)
     state = target.new_state(400)

@@ -1,14 +1,10 @@
 """CUDA kernels run in Triton's interpreter on host tensors where no CUDA device is; on the device where one is."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib
 import threading
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ if not torch.cuda.is_available():  # before anything imports triton, which reads
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _interpret_quickly() -> None:
+def _interpret_quickly():
     """Spare the interpreter two things that it does anew for every launch and call, and that take a third of the time.
 
     It copies the storages of all arguments to the host and back, where they are already; and every function of a kernel
@@ -30,17 +26,17 @@ def _interpret_quickly() -> None:
     if interpreter._patch_lang.__module__ != interpreter.__name__:
         return  # done: this file may be imported under two names
 
-    def both() -> None: ...
+    def both(): ...
 
     whole = types.FunctionType(both.__code__, {"tl": interpreter.tl, "core": interpreter.tl.core})
     original, state = interpreter._patch_lang, threading.local()
 
     class Outermost(interpreter._LangPatchScope):
-        def restore(self) -> None:
+        def restore(self):
             state.inside = False
             super().restore()
 
-    def patch_lang(fn: Any) -> Any:
+    def patch_lang(fn):
         if getattr(state, "inside", False):
             return interpreter._LangPatchScope()
         scope = original(whole)
@@ -64,12 +60,12 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device():
     """The CUDA device, or the host where kernels are interpreted."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     """Say why the folder's tests are missing, or how its kernels run."""
     if not importlib.util.find_spec("triton"):
         return "tests/backends/cuda: skipped, triton is not installed"
@@ -78,7 +74,7 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def new_device() -> Callable[[], Any]:
+def new_device():
     """``new_device()``: the CUDA device, or one over the interpreter where there is none."""
     if torch.cuda.is_available():
         from specdec.backends.cuda.device import CudaDevice
@@ -90,7 +86,7 @@ def new_device() -> Callable[[], Any]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers select
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Where a device is, every test that asks for one has the marker ``gpu``; else those that have it are skipped."""
     for item in items:
         if not item.path.is_relative_to(_HERE):

@@ -1,10 +1,7 @@
 """Every kernel compiled for sm_80 and sm_90 without a device: no spills, shared memory that fits, 16-byte accesses."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 
@@ -30,17 +27,17 @@ json.dump({"rows": rows, "narrow": narrow}, sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict[str, Any]]]:
+def compiled():
     run = run_python("-c", _SCRIPT, without=["TRITON_INTERPRET"])
-    found: dict[str, list[dict[str, Any]]] = json.loads(run.stdout)
+    found = json.loads(run.stdout)
     return found
 
 
-def _name(row: dict[str, Any]) -> str:
+def _name(row):
     return f"{row['kernel']} of {row['name']!r} on sm_{row['architecture']}"
 
 
-def test_nothing_spills_and_shared_memory_fits(compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_nothing_spills_and_shared_memory_fits(compiled):
     rows = compiled["rows"]
     assert {row["architecture"] for row in rows} == {80, 90}
     kernels = {"product_kernel", "experts_kernel", "combine_kernel", "_perturb", "_commit_rows", "_attend_splits"}
@@ -55,7 +52,7 @@ def test_nothing_spills_and_shared_memory_fits(compiled: dict[str, list[dict[str
 _SPILLED = {("_delta_rows", 80): 8}  # bytes of a thread with triton 3.6; none with later ones
 
 
-def test_weights_are_read_16_bytes_at_a_time(compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_weights_are_read_16_bytes_at_a_time(compiled):
     streamed = [
         row
         for row in compiled["rows"]
@@ -69,19 +66,19 @@ def test_weights_are_read_16_bytes_at_a_time(compiled: dict[str, list[dict[str, 
         assert products >= 4, f"{_name(row)} has {products} tensor core instructions"
 
 
-def narrow_products(ttir: str) -> list[str]:
+def narrow_products(ttir):
     """Products of two 32-bit variables that an address is made of, as lines of Triton's intermediate form."""
     lines = dict(re.findall(r"^\s*(%[\w#]+)(?::\d+)? = (.*)$", ttir, re.MULTILINE))
-    found: list[str] = []
+    found = []
 
-    def constant(name: str) -> bool:
+    def constant(name):
         line = lines.get(name, "")
         if line.startswith("arith.constant"):
             return True
         inner = re.match(r"(?:tt\.splat|tt\.broadcast|tt\.expand_dims|arith\.ext\w+) (%[\w#]+)", line)
         return inner is not None and constant(inner[1])
 
-    def walk(name: str, seen: set[str]) -> None:
+    def walk(name, seen):
         line = lines.get(name)
         if line is None or name in seen:
             return
@@ -99,7 +96,7 @@ def narrow_products(ttir: str) -> list[str]:
     return found
 
 
-def test_no_address_is_a_32_bit_product(compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_no_address_is_a_32_bit_product(compiled):
     """Rows times a stride can pass 2^31 elements; the factor that is known when compiling cannot."""
     assert narrow_products(compiled["narrow"][0]["ttir"]), "the check does not see what it is there for"
     checked = [row for row in compiled["rows"] if row["kernel"] not in _BOUNDED and row["architecture"] == 90]

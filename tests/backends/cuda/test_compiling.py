@@ -1,9 +1,6 @@
 """What is said while triton compiles: the first kernel, then now and then; nothing about kernels from its cache."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +46,7 @@ json.dump({"hits": hits, "said": said, "first": first}, sys.stdout)
         (0.0, "specdec.", []),  # the kernels are those of the tests
     ],
 )
-def test_compiling_is_said_and_loading_is_not(tmp_path: Path, every: float, ours: str, lines: list[int | None]) -> None:
+def test_compiling_is_said_and_loading_is_not(tmp_path, every, ours, lines):
     run = run_python("-c", _SCRIPT, every, ours, without=["TRITON_INTERPRET"], env={"TRITON_CACHE_DIR": str(tmp_path)})
     found = json.loads(run.stdout)
     assert found["hits"] == [False] * 3 + [True] * 3

@@ -1,10 +1,6 @@
 """``python -m benchmarks.cuda``: its arithmetic, its record, and all of its code on the host."""
 
-from __future__ import annotations
-
 import json
-import pathlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +11,14 @@ if torch.cuda.is_available():
 
 
 from benchmarks.cuda import __main__ as script
-from benchmarks.cuda import smoke, timing
+from benchmarks.cuda import smoke
 from benchmarks.cuda.shapes import Costs
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[timing.Lab]:
+def lab(monkeypatch):
     """The stand-in for a GPU. What it changes for the process is changed back."""
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -36,7 +32,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[timing.Lab]:
 
 
 @pytest.mark.sample
-def test_speed_up_is_tokens_over_seconds() -> None:
+def test_speed_up_is_tokens_over_seconds():
     """By hand: 1 + .763 + .623 tokens in 1.1 + 2 * 0.1 + 0.1 plain steps."""
     costs = Costs(decode=2.0, verify={1: 2.0, 2: 2.1, 3: 2.2}, draft=0.2, bookkeeping=0.2)
     assert costs.speedup(2) == pytest.approx((1 + 0.763 + 0.623) / 1.4)
@@ -47,9 +43,7 @@ def test_speed_up_is_tokens_over_seconds() -> None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_of_it_runs_on_the_host(
-    tmp_path: pathlib.Path, lab: timing.Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_of_it_runs_on_the_host(tmp_path, lab, capsys):
     """The stand-in device, a toy, a few tokens: figures are there and say that they are none."""
     assert script.main(["--smoke", "--out", str(tmp_path), "--stage", "models"]) == 0
     assert "not a measurement" in capsys.readouterr().out

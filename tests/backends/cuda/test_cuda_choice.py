@@ -25,29 +25,29 @@ OLD_DRIVER = (
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def machine(monkeypatch):
     """``machine(...)``: what this process sees. By default an H100 that works."""
 
     def has(
         *,
-        triton: bool = True,
-        cuda: str | None = "13.0",
-        hip: str | None = None,
-        files: bool = True,
-        count: int = 1,
-        available: bool = True,
-        capability: tuple[int, int] = (9, 0),
-        init: str = "",
-        visible: str | None = None,
-        system: str = "Linux",
-        processor: str = "x86_64",
-    ) -> None:
+        triton=True,
+        cuda="13.0",
+        hip=None,
+        files=True,
+        count=1,
+        available=True,
+        capability=(9, 0),
+        init="",
+        visible=None,
+        system="Linux",
+        processor="x86_64",
+    ):
         find = importlib.util.find_spec
 
-        def find_spec(name: str, *rest: Any) -> Any:
+        def find_spec(name, *rest):
             return (object() if triton else None) if name == "triton" else find(name, *rest)
 
-        def initialise() -> None:
+        def initialise():
             if init:
                 raise RuntimeError(init)
 
@@ -82,9 +82,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_device_that_cannot_be_used_is_named_with_the_reason(
-    machine: Callable[..., None], choice: Choice, case: str
-) -> None:
+def test_a_device_that_cannot_be_used_is_named_with_the_reason(machine, choice, case):
     """``auto`` takes the cpu and says why; asked for by name it is an error."""
     seen, reason = UNUSABLE[case]
     machine(**seen)
@@ -101,9 +99,7 @@ def test_a_device_that_cannot_be_used_is_named_with_the_reason(
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
-def test_auto_takes_a_device_that_works(
-    machine: Callable[..., None], choice: Choice, capability: tuple[int, int]
-) -> None:
+def test_auto_takes_a_device_that_works(machine, choice, capability):
     machine(capability=capability)
     assert choice() == ("cuda", [])
     assert choice("cuda") == ("cuda", [])
@@ -121,20 +117,20 @@ def test_auto_takes_a_device_that_works(
     ],
     ids=["no device", "no device, torch without CUDA", "hidden", "hidden by -1", "hidden, no triton"],
 )
-def test_without_a_device_nothing_is_said(machine: Callable[..., None], choice: Choice, seen: dict[str, Any]) -> None:
+def test_without_a_device_nothing_is_said(machine, choice, seen):
     machine(**seen)
     assert choice() == ("cpu", [])
     with pytest.raises(UnsupportedError, match="the cuda backend cannot run here"):
         backend_choice.make_backend("cuda")
 
 
-def test_opening_a_device_that_is_not_there(machine: Callable[..., None]) -> None:
+def test_opening_a_device_that_is_not_there(machine):
     machine(available=False, count=0)
     with pytest.raises(UnsupportedError, match="no CUDA device was found"):
         devices.open_device()
 
 
-def test_dtypes() -> None:
+def test_dtypes():
     backend = CudaBackend(FakeDevice())
     assert backend.device == "Triton's interpreter"
     assert backend.choose_dtype("auto", "bfloat16") == ("bfloat16", "auto: the checkpoint is stored in bfloat16")
@@ -146,9 +142,7 @@ def test_dtypes() -> None:
 
 
 @pytest.mark.parametrize(("value", "eager"), [("1", True), ("yes", True), ("0", False), ("", False), ("off", False)])
-def test_eager_passes_are_asked_for_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, value: str, eager: bool
-) -> None:
+def test_eager_passes_are_asked_for_in_the_environment(monkeypatch, value, eager):
     monkeypatch.setenv("SPECDEC_EAGER", value)
     ops = CudaBackend(FakeDevice()).ops("bfloat16")
     assert ops.eager_reason == ("SPECDEC_EAGER is set" if eager else "")

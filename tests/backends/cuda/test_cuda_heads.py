@@ -1,10 +1,5 @@
 """Trained draft heads on the CUDA backend draft what speculators' classes draft."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,6 +15,6 @@ TRIED = ("dflash-window-both", "dspark", "dspark-rnn", "eagle3-bias", "eagle3-wi
 
 
 @pytest.mark.parametrize("name", cases(TRIED, sample=("dspark",)))
-def test_heads_draft_the_same(name: str, new_device: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_draft_the_same(name, new_device, monkeypatch):
     ops = CudaOps(new_device(), torch.float32)
     assert run(Recorded.load(name, ops=ops), monkeypatch) < BOUND

@@ -1,10 +1,5 @@
 """What a load promises on a device: bits only where they were probed, and sessions that fit its memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 import pytest
 
@@ -22,13 +17,13 @@ pytestmark = pytest.mark.interpreter
 
 @pytest.mark.slow
 def test_the_probe_at_a_load_reaches_a_second_split(
-    build: Callable[..., Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    build,  # noqa: F811
+    monkeypatch,
+):
     """Attention whose rows hang on their number, but only behind the first split."""
     target, original = build("llama"), attention.attend
 
-    def attend(query: Any, row: Any, **options: Any) -> Any:
+    def attend(query, row, **options):
         mixed = original(query, row, **options)
         beyond = int(row[0]) + len(query) > int(attention.FINE.value)
         return mixed + (1e-3 * len(query) if beyond else 0.0)
@@ -39,17 +34,17 @@ def test_the_probe_at_a_load_reaches_a_second_split(
 
 @pytest.mark.parametrize("mtp", [False, True])
 def test_the_most_tokens_are_those_that_memory_holds(
-    build: Callable[..., Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    mtp: bool,
-) -> None:
+    build,  # noqa: F811
+    monkeypatch,
+    mtp,
+):
     """The caches of a state that is full take at most their share, and a quarter more tokens would take more."""
     target, needs = build("qwen3_5", max_positions=4000), Needs(mtp=mtp)
     monkeypatch.setattr(type(target.ops), "free_bytes", lambda self: 500_000)
     most = target.most_tokens(needs)
     assert 500 < most < 4000
 
-    def taken(tokens: int) -> int:
+    def taken(tokens):
         state = target.new_state(tokens, needs)
         caches = [*state.caches, *([state.mtp] if mtp else [])]
         for cache in caches:
@@ -65,13 +60,13 @@ def test_the_most_tokens_are_those_that_memory_holds(
     assert target.most_tokens(needs) is None
 
 
-def load(monkeypatch: pytest.MonkeyPatch, answer: Any, **target: Any) -> Any:
+def load(monkeypatch, answer, **target):
     monkeypatch.setattr(CausalLM, "most_tokens", lambda self, needs: answer)
     config = RunConfig(drafter=Choice("none"))
     return pipeline.build(attrs.evolve(config, target=attrs.evolve(config.target, **target)))
 
 
-def test_a_session_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_takes_what_fits(monkeypatch):
     lm = load(monkeypatch, 40)
     assert lm.capacity == 40
     (notice,) = (one for one in lm.notices if "session" in one)
@@ -82,7 +77,7 @@ def test_a_session_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("room", "capacity", "remedy"), [(40, 41, "target.capacity = 40"), (0, None, "a smaller")])
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, room: int, capacity: Any, remedy: str) -> None:
+def test_what_does_not_fit_is_refused(monkeypatch, room, capacity, remedy):
     with pytest.raises(UnsupportedError, match="does not fit the free memory") as refused:
         load(monkeypatch, room, capacity=capacity)
     assert refused.value.facts["fits"] == f"{room} tokens beside the weights"

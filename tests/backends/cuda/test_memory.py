@@ -1,10 +1,5 @@
 """Memory: caches that grow by stages, and what is said when the device has none left."""
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +18,7 @@ SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, kerne
 
 
 @given(needed=st.integers(0, 2**20), held=st.integers(0, 2**18), capacity=st.integers(1, 2**20))
-def test_a_cache_grows_by_stages(needed: int, held: int, capacity: int) -> None:
+def test_a_cache_grows_by_stages(needed, held, capacity):
     """Never above the capacity, never smaller, always enough; a graph for the stage serves it."""
     held, needed = min(held, capacity), min(needed, capacity)
     rows = rows_for(needed, held, capacity)
@@ -34,7 +29,7 @@ def test_a_cache_grows_by_stages(needed: int, held: int, capacity: int) -> None:
     assert rows_for(needed, rows, capacity) == rows  # and stays as it is
 
 
-def test_a_capacity_is_not_paid_for_before_its_use() -> None:
+def test_a_capacity_is_not_paid_for_before_its_use():
     ops = CudaOps(FakeDevice(), torch.bfloat16)
     kv = ops.new_kv(262144, 4, 256)
     assert kv.nbytes() == 2 * memory.FIRST_ROWS * 4 * 256 * 2
@@ -51,11 +46,11 @@ def test_a_capacity_is_not_paid_for_before_its_use() -> None:
         ("delta", "the recurrent state of one layer (6 rows)"),
     ],
 )
-def test_what_does_not_fit_is_named(what: str, asked: str) -> None:
+def test_what_does_not_fit_is_named(what, asked):
     """At load and where a state is made: what was asked for, what was free, what helps."""
     ops = CudaOps(FakeDevice(free=10_000, total=2**30), torch.float32)
     matrix = torch.zeros(512, 512)
-    make: dict[str, Callable[[], object]] = {
+    make = {
         "weight": lambda: ops.weight(matrix),
         "stack": lambda: ops.stack([matrix] * 3),
         "kv": lambda: ops.new_kv(4096, 2, 64),
@@ -72,9 +67,7 @@ def test_what_does_not_fit_is_named(what: str, asked: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a CUDA device is")
-def test_a_sequence_that_outgrows_the_device_fails_and_others_go_on(
-    checkpoint: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_that_outgrows_the_device_fails_and_others_go_on(checkpoint, monkeypatch):
     """In the middle of a generation; the rows that were there are there still."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
     device = FakeDevice()

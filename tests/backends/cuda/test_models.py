@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,17 +50,17 @@ GENERATED = 6
 
 
 @pytest.fixture(autouse=True)
-def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_caches(monkeypatch):
     """A graph's grid is for as many keys as a cache holds at first; the interpreter pays for every program of it."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 64)
 
 
 @pytest.fixture(scope="module")
-def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]) -> Callable[..., Any]:
+def build(checkpoint, new_device):
     """``build(family, eager=False, dtype="float32")``: a target on the device, shared by all tests."""
-    built: dict[Any, Any] = {}
+    built = {}
 
-    def get(family: str, *, eager: bool = False, dtype: str = "float32", **settings: Any) -> Any:
+    def get(family, *, eager=False, dtype="float32", **settings):
         key = family, eager, dtype, *settings.items()
         if key not in built:
             folder = checkpoint(family, **{**TINY.get(family, {}), **settings})
@@ -73,15 +72,11 @@ def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "granite", "olmo2", "smollm3"])
-def test_hidden_states_at_boundaries_are_those_of_the_reference(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
-) -> None:
+def test_hidden_states_at_boundaries_are_those_of_the_reference(build, checkpoint, family):
     families.check_hidden_states(build(family), tiny.make_target(checkpoint(family, **TINY[family])))
 
 
-def test_a_family_with_learned_positions_and_no_rotation(
-    new_device: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_with_learned_positions_and_no_rotation(new_device, monkeypatch):
     """Captured passes at any length have the bits of eager ones, and the reference's numbers."""
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[3] / "plugins" / "specdec-gpt2"))
     [spec] = importlib.import_module("specdec_gpt2").specdec_models()
@@ -91,11 +86,11 @@ def test_a_family_with_learned_positions_and_no_rotation(
     tensors = {name: torch.randn(one.shape, generator=draw) * 0.3 for name, one in shapes.items()}
 
     class Stored(dict[str, torch.Tensor]):
-        def matrix(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        def matrix(self, name, *, exact=False):
             return self[name]
 
-    def rows_of(ops: Any) -> list[np.ndarray]:
-        stored: Any = Stored(tensors)
+    def rows_of(ops):
+        stored = Stored(tensors)
         target = build_target(spec, config, Weights(ops, stored), dtype="float32")
         state = target.new_state(CAPACITY)
         target.prefill(state, list(range(18)))  # longer than a captured pass
@@ -112,9 +107,7 @@ def test_a_family_with_learned_positions_and_no_rotation(
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_logits_are_those_of_the_torch_reference(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
-) -> None:
+def test_logits_are_those_of_the_torch_reference(build, checkpoint, family):
     families.check_logits(build(family), tiny.make_target(checkpoint(family, **TINY[family])), 2e-4)
 
 
@@ -125,17 +118,13 @@ SLOW = [("qwen3_5", False, 0), ("deepseek_v3", True, 3), ("qwen3_5", False, 7)]
 @pytest.mark.parametrize(
     ("family", "eager", "depth"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_any_draft_leaves_the_tokens_and_the_state_of_plain_decoding(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str, eager: bool, depth: int
-) -> None:
+def test_any_draft_leaves_the_tokens_and_the_state_of_plain_decoding(build, checkpoint, family, eager, depth):
     """By graph and op by op."""
     target, folder = build(family, eager=eager), checkpoint(family, **TINY[family])
     families.check_drafter(folder, target, PROMPT, mtp, [depth], (1, 0, 2), GENERATED)
 
 
-def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
-) -> None:
+def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(build, checkpoint):
     target, folder = build("qwen3_5"), checkpoint("qwen3_5", **TINY["qwen3_5"])
     first, other = (
         families.check_drafter(folder, target, PROMPT, mtp, [3], count=GENERATED, temperature=0.8, seed=seed)
@@ -144,7 +133,7 @@ def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(
     assert first != other
 
 
-def poison(state: Any) -> None:
+def poison(state):
     """NaN wherever nothing is committed: rows behind the length, other states, rows that no window holds."""
     for cache in state.caches:
         if isinstance(cache, CudaDeltaCache):
@@ -161,18 +150,16 @@ def poison(state: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_every_accept_count_leaves_the_state_of_a_plain_run(build: Callable[..., Any], family: str) -> None:
+def test_every_accept_count_leaves_the_state_of_a_plain_run(build, family):
     families.check_accept_counts(build(family), PROMPT, 3, poison)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(build: Callable[..., Any], family: str) -> None:
+def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(build, family):
     families.check_rewind(build(family), PROMPT, 3, poison)
 
 
-def test_sessions_fork_save_and_load(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path
-) -> None:
+def test_sessions_fork_save_and_load(build, checkpoint, tmp_path):
     folder = checkpoint("qwen3_5", **TINY["qwen3_5"])
     families.check_sessions(build("qwen3_5"), folder, PROMPT, (3, 3), tmp_path / "session.safetensors")
 
@@ -195,8 +182,8 @@ LARGER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", LARGER)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_on_a_device_any_draft_leaves_the_tokens_and_the_state_of_plain_decoding(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str, dtype: str, sampled: bool
-) -> None:
+    build, checkpoint, family, dtype, sampled
+):
     """64 tokens, drafts of 0, 1, 3 and 7, by graph and op by op, which all agree."""
     folder = checkpoint(family, **{**TINY.get(family, {}), **LARGER[family]})
     settings = {"temperature": 0.7, "seed": 11} if sampled else {}
@@ -211,8 +198,6 @@ def test_on_a_device_any_draft_leaves_the_tokens_and_the_state_of_plain_decoding
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", LARGER)
-def test_on_a_device_logits_are_those_of_the_torch_reference(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
-) -> None:
+def test_on_a_device_logits_are_those_of_the_torch_reference(build, checkpoint, family):
     folder = checkpoint(family, **{**TINY.get(family, {}), **LARGER[family]})
     families.check_logits(build(family, **LARGER[family]), tiny.make_target(folder), 2e-3)

@@ -1,10 +1,5 @@
 """The ops composed of kernels: the conformance kit's clauses, weights of every kind, and logits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -27,14 +22,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def make(new_device: Callable[[], Any]) -> Callable[..., CudaOps]:
+def make(new_device):
     """``make(dtype="float32")``: ops on the device."""
     return lambda dtype="float32": CudaOps(new_device(), getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("clause", CLAUSES)
-def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -> None:
-    def fewer_rows() -> CudaOps:
+def test_the_contract_of_operations(make, clause):
+    def fewer_rows():
         """Commits of up to 6 rows in O13, whose passes of 16 rows take the interpreter minutes."""
         ops = make()
         ops.capabilities = attrs.evolve(ops.capabilities, max_rows=6)
@@ -45,21 +40,21 @@ def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "clauses"), [("short", ("O5", "O6", "O7", "O8", "O9")), ("odd", ("O7", "O8", "O19"))])
-def test_the_contract_at_other_sizes(make: Callable[..., CudaOps], size: str, clauses: tuple[str, ...]) -> None:
+def test_the_contract_at_other_sizes(make, size, clauses):
     check_operations(make, size, clauses)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", ["kit", "even", "real"])
-def test_the_whole_contract_of_operations(make: Callable[..., CudaOps], size: str, dtype: str) -> None:
+def test_the_whole_contract_of_operations(make, size, dtype):
     check_operations(lambda: make(dtype), size)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 32)) -> StoredMatrix:
+def stored(form, n, k, seed, block=(16, 32)):
     """A quantised matrix as a checkpoint has it."""
     draw = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (n, k if form == "fp8-block" else k // 2), generator=draw, dtype=torch.uint8)
@@ -89,7 +84,7 @@ def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 3
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "nvfp4"])
-def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
+def test_weights_stay_packed(make, form):
     """In every op that takes a weight, for passes and for prompts; beside the reference over the decoded ones."""
     ops, reference = make(), ReferenceOps(torch.float32)
     assert form in ops.capabilities.packed_formats
@@ -137,7 +132,7 @@ def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
 
 
 @pytest.mark.sample
-def test_weights_that_are_projected_together_share_memory(make: Callable[..., CudaOps]) -> None:
+def test_weights_that_are_projected_together_share_memory(make):
     """So that one launch reads them; a second use, or one of them alone, changes nothing."""
     ops, draw = make(), torch.Generator().manual_seed(4)
     matrices = [torch.randn(n, 32, generator=draw) for n in (16, 8, 8)]
@@ -160,13 +155,13 @@ def test_weights_that_are_projected_together_share_memory(make: Callable[..., Cu
 
 @settings(max_examples=8)
 @given(case=exact_heads())
-def test_logits_full_and_pruned(make: Callable[..., CudaOps], case: Any) -> None:
+def test_logits_full_and_pruned(make, case):
     ops = make()
     check_logits(ops, case[0].to(ops.device.place), case, 1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_has_no_best_token(make: Callable[..., CudaOps], value: float) -> None:
+def test_a_row_that_is_not_finite_has_no_best_token(make, value):
     ops = make()
     x = torch.ones(3, 16)
     x[1, 2] = value
@@ -178,7 +173,7 @@ def test_a_row_that_is_not_finite_has_no_best_token(make: Callable[..., CudaOps]
 
 
 @pytest.mark.sample
-def test_arrays_that_do_not_fit_are_refused(make: Callable[..., CudaOps]) -> None:
+def test_arrays_that_do_not_fit_are_refused(make):
     ops = make()
     refuses_what_it_lacks(ops)
     refuses_arrays_of_another_backend(ops, torch.ones(1, 3, device=ops.device.place))

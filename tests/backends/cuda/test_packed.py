@@ -1,7 +1,5 @@
 """Decoding inside the product: every code of every format, by the interpreter's arithmetic and by the device's PTX."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -21,16 +19,16 @@ CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 # --- the device's PTX, run by hand ------------------------------------------------------------------------------------
 
 
-def _bfloat16_pairs(x: np.ndarray) -> np.ndarray:
+def _bfloat16_pairs(x):
     halves = np.stack([x & 0xFFFF, x >> 16], axis=-1).astype(np.uint32) << 16
     return halves.view(np.float32)
 
 
-def run_ptx(source: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def run_ptx(source, inputs):
     """Run the few instructions that the decoders use, as the PTX ISA (8.8, section 9.7) defines them, on uint32."""
     registers = dict(inputs)
 
-    def value(word: str) -> np.ndarray:
+    def value(word):
         return registers[word] if word in registers else np.uint32(int(word, 0))
 
     for line in re.findall(r"([a-z][\w.]*) ([^;]+);", source):
@@ -70,15 +68,15 @@ def run_ptx(source: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     return registers
 
 
-def _lines(source: str) -> str:
+def _lines(source):
     return source.replace(".reg", "reg").replace("{", "").replace("}", "")
 
 
-def _packed_bytes() -> np.ndarray:
+def _packed_bytes():
     return torch.cat([CODES, CODES.flip(0)]).numpy().view(np.uint32)
 
 
-def test_the_ptx_of_e4m3() -> None:
+def test_the_ptx_of_e4m3():
     words = _packed_bytes()
     found = run_ptx(_lines(packed.E4M3.value), {"$2": words})
     values = np.stack([_bfloat16_pairs(found["$0"]), _bfloat16_pairs(found["$1"])], axis=1).reshape(-1)
@@ -89,7 +87,7 @@ def test_the_ptx_of_e4m3() -> None:
     assert np.array_equal(np.signbit(values), np.signbit(expected))
 
 
-def test_the_ptx_of_e2m1_and_of_its_scale() -> None:
+def test_the_ptx_of_e2m1_and_of_its_scale():
     words = _packed_bytes()
     found = run_ptx(_lines(packed.E2M1.value), {"$4": words})
     codes = words.view(np.uint8)
@@ -109,7 +107,7 @@ def test_the_ptx_of_e2m1_and_of_its_scale() -> None:
 
 
 @pytest.mark.sample
-def test_what_holders_refuse() -> None:
+def test_what_holders_refuse():
     codes = torch.zeros(4, 16, dtype=torch.uint8)
     with pytest.raises(ShapeError, match="scales of a weight should be"):
         Fp8BlockWeight(codes, torch.ones(1, 2), (128, 128))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 
 from specdec.backends.cuda import memory
 from specdec.backends.cuda.ops import CudaOps
-from specdec.backends.cuda.weights import Fp8BlockWeight, Nvfp4Weight, Weight
+from specdec.backends.cuda.weights import Fp8BlockWeight, Nvfp4Weight
 from tests import tiny
 from tests.backends.cuda.test_models import CAPACITY, GENERATED, PROMPT, TINY
 from tests.backends.families import VOCAB, check_drafter
@@ -36,26 +34,26 @@ ALIKE = {"qwen3_5_moe": {"layouts": ("apart",)}}
 class Counted(CudaOps):
     """Ops that remember the weights that they made."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.made: list[Weight] = []
+        self.made = []
 
-    def weight(self, tensor: Any) -> Weight:
+    def weight(self, tensor):
         self.made.append(super().weight(tensor))
         return self.made[-1]
 
 
 @pytest.fixture(autouse=True)
-def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_caches(monkeypatch):
     monkeypatch.setattr(memory, "FIRST_ROWS", 64)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[pathlib.Path, pathlib.Path]]:
+def folders(tmp_path_factory):
     """``folders(family)``: a quantised checkpoint, and the same with its weights decoded."""
 
     @functools.cache
-    def get(family: str) -> tuple[pathlib.Path, pathlib.Path]:
+    def get(family):
         folder, form = tmp_path_factory.mktemp(family), STORED[family][0]
         source = tiny.WRITERS[family](folder / "source", **TINY[family], **ALIKE.get(family, {}), dtype="float32")
         with pytest.MonkeyPatch.context() as patch:
@@ -71,13 +69,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[p
     return get
 
 
-def _looked_up(name: str) -> bool:
+def _looked_up(name):
     """Rows are taken from it, or its values are wanted in float32: decoded in any case."""
     return "embed_tokens" in name or name.endswith((".gate.weight", "shared_expert_gate.weight", "_bias"))
 
 
 @pytest.fixture(scope="module")
-def built(folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], new_device: Callable[[], Any]) -> Any:
+def built(folders, new_device):
     """``built(family)``: a target over the packed weights."""
     return functools.cache(
         lambda family: tiny.make_target(folders(family)[0], ops=Counted(new_device(), torch.float32))
@@ -85,9 +83,7 @@ def built(folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], new_devic
 
 
 @pytest.mark.parametrize("family", STORED)
-def test_a_packed_model_is_its_decoded_twin_in_less_memory(
-    built: Callable[..., Any], folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], family: str
-) -> None:
+def test_a_packed_model_is_its_decoded_twin_in_less_memory(built, folders, family):
     """A prompt in bulk, which decodes matrix by matrix, and passes of three rows and one by the kernels."""
     tokens = [(7 * i + 3) % VOCAB for i in range(22)]
     found = []
@@ -108,7 +104,5 @@ def test_a_packed_model_is_its_decoded_twin_in_less_memory(
 
 
 @pytest.mark.parametrize("family", list(STORED)[:2])  # a format each
-def test_speculation_over_packed_weights_is_that_of_plain_decoding(
-    built: Callable[..., Any], folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], family: str
-) -> None:
+def test_speculation_over_packed_weights_is_that_of_plain_decoding(built, folders, family):
     check_drafter(folders(family)[0], built(family), PROMPT, mtp, [3], (1, 0, 2), GENERATED)

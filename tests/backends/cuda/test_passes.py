@@ -1,11 +1,5 @@
 """Graphs of passes: one for every sequence, nothing of a sequence in them, and drafts without the host."""
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +9,7 @@ from specdec.contract import Needs
 from specdec.errors import ContractError, StateError
 from tests import tiny
 from tests.backends import families
-from tests.backends.cuda.fake import CaptureRefused, FakeDevice
+from tests.backends.cuda.fake import FakeDevice
 from tests.backends.cuda.test_models import TINY
 
 pytestmark = [
@@ -31,57 +25,32 @@ HEAD = {**HYBRID, "layer_types": ["full_attention"]}
 
 
 @pytest.fixture(autouse=True)
-def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_caches(monkeypatch):
     monkeypatch.setattr(memory, "FIRST_ROWS", 64)
 
 
 @pytest.fixture
-def build(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+def build(checkpoint):
     """``build(eager=False, **settings)``: a new target of the hybrid family."""
 
-    def get(*, eager: bool = False, **settings: Any) -> Any:
+    def get(*, eager=False, **settings):
         ops = CudaOps(FakeDevice(), torch.float32, eager_reason="asked for" if eager else "")
         return tiny.make_target(checkpoint("qwen3_5", **(settings or HYBRID)), ops=ops)
 
     return get
 
 
-def decoded(target: Any, state: Any, tokens: Sequence[int], keep: int | None = None) -> Any:
+def decoded(target, state, tokens, keep=None):
     """The bits of a pass's hidden states, of which ``keep`` rows (all) are committed."""
     output = target.decode(state, tokens)
     target.commit(state, len(tokens) if keep is None else keep)
     return target.ops.array(output.need_hidden()).view(torch.int32)
 
 
-# --- the fake device itself ------------------------------------------------------------------------------------------
-
-
-REFUSED: dict[str, Callable[[Any], Any]] = {
-    "sum of two": lambda x: x + 1,
-    "in place": lambda x: x.add_(1),
-    "constant": lambda x: torch.tensor([1.0]),
-    "list": lambda x: x.tolist(),
-    "number": lambda x: int(x[0]),
-    "host": lambda x: x.cpu(),
-}
-
-
-@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
-def test_a_capture_refuses_what_a_replay_could_not_repeat(body: Callable[[Any], Any]) -> None:
-    with pytest.raises(CaptureRefused):
-        FakeDevice().capture(_second_time(lambda: body(torch.ones(4))))
-
-
-def _second_time(body: Callable[[], Any]) -> Callable[[], None]:
-    """Nothing at the first call, which is no capture."""
-    calls = iter([lambda: None, body])
-    return lambda: next(calls)()
-
-
 # --- one graph for every sequence ------------------------------------------------------------------------------------
 
 
-def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
+def test_sequences_share_a_graph(build):
     """Two sequences of different lengths in turn, and each alone op by op; rows are dropped on the way."""
     target, truth = build(), build(eager=True)
     prompts = ([5, 6, 7], [9])
@@ -102,7 +71,7 @@ def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
 
 
-def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_grow_and_the_bits_stay(build, monkeypatch):
     """A sequence that outgrows its memory twice, beside one that had room from the start."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
     monkeypatch.setattr(memory, "GROWTH", 2)
@@ -122,7 +91,7 @@ def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: p
     tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(roomy, other))
 
 
-def test_a_pass_after_the_end_of_the_capacity_is_refused(build: Callable[..., Any]) -> None:
+def test_a_pass_after_the_end_of_the_capacity_is_refused(build):
     ops = CudaOps(FakeDevice(), torch.float32)
     made = [ops.new_kv(5, 1, 16)]
     table = ops.weight(torch.randn(7, 16))
@@ -133,7 +102,7 @@ def test_a_pass_after_the_end_of_the_capacity_is_refused(build: Callable[..., An
         one.run([1, 2, 3])
 
 
-def test_long_passes_make_room_for_states(build: Callable[..., Any]) -> None:
+def test_long_passes_make_room_for_states(build):
     """A delta cache begins with the states of short passes; the committed one moves when a longer pass comes."""
     target, truth = build(), build(eager=True)
     state, other = target.new_state(CAPACITY, HIDDEN), truth.new_state(CAPACITY, HIDDEN)
@@ -146,7 +115,7 @@ def test_long_passes_make_room_for_states(build: Callable[..., Any]) -> None:
     assert single.caches[0].slots == caches.FIRST_SLOTS
 
 
-def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., Any]) -> None:
+def test_a_prompt_that_was_not_committed_leaves_the_state(build):
     """An interruption between a prompt's pass and its commit: the window's rows are still there."""
     target = build()
     state = target.new_state(CAPACITY, HIDDEN)
@@ -159,7 +128,7 @@ def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., A
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., Any]) -> None:
+def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build):
     """Graphs are made per number of pairs and per number of steps."""
     target = build(**HEAD)
     families.check_drafts(target, [(1, None, 3), (2, None, 1), (3, None, 1)])
@@ -167,7 +136,7 @@ def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., 
     assert (sorted(drafts.firsts), sorted(drafts.rests)) == ([(1, 64), (3, 64)], [(1, 64), (2, 64)])
 
 
-def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[..., Any]) -> None:
+def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build):
     """Rows that a sequence adds go to a buffer of the graphs, which sequences use in turn."""
     target = build(**HEAD)
     base = target.draft_head(range(0, 120, 3))
@@ -177,7 +146,7 @@ def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[
     assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
 
 
-def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any]) -> None:
+def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build):
     """The embedding of one token breaks, so that the second step fails."""
     target = build(**HEAD)
     embedding = target.model.embed_tokens

@@ -5,23 +5,18 @@ Values are within a derived bound of float64, over memory that holds NaN behind 
 depend on the other rows.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn import functional
 
 from specdec.backends.cuda import products, prompts
 from specdec.backends.cuda.kernels import commit, moe, norm, packed, route, rows
 from specdec.backends.cuda.kernels.launch import LENGTH, SLOT, SLOTS
-from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Weight, fuse, runs
+from specdec.backends.cuda.weights import DenseWeight, ExpertStack, fuse, runs
 from specdec.backends.ops import Routing
 from specdec.errors import ShapeError
 from tests.backends.cuda.kernel_runs import (
@@ -45,7 +40,7 @@ pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_wide_rows(dtype: torch.dtype, device: torch.device) -> None:
+def test_norms_of_wide_rows(dtype, device):
     """Rows of several blocks. The sum of K squares has a relative error of at most (K + 1) 2^-24, of which the root
     keeps half."""
     x, weight = rows_of(2, 5000, dtype, device), torch.linspace(0.5, 1.5, 5000, device=device)
@@ -58,7 +53,7 @@ def test_norms_of_wide_rows(dtype: torch.dtype, device: torch.device) -> None:
 
 @settings(max_examples=8)
 @given(count=st.integers(1, 4), hidden=st.integers(1, 70), ids=st.lists(st.integers(-2, 10), min_size=4, max_size=4))
-def test_embedding_by_ids_on_the_device(device: torch.device, count: int, hidden: int, ids: list[int]) -> None:
+def test_embedding_by_ids_on_the_device(device, count, hidden, ids):
     """Strided tables too; an id that is none gives row 0 and reads nothing outside."""
     table = torch.randn(9, hidden + 3, device=device)[:, 1 : hidden + 1]
     picked = torch.tensor(ids[:count], dtype=torch.int32, device=device)
@@ -70,7 +65,7 @@ def test_embedding_by_ids_on_the_device(device: torch.device, count: int, hidden
 
 
 @pytest.mark.parametrize(("kept", "whole"), [(0, False), (1, False), (5, False), (0, True), (40, True)])
-def test_commit_rows(kept: int, whole: bool, device: torch.device) -> None:
+def test_commit_rows(kept, whole, device):
     """130 caches of both kinds, more than one program's, at different lengths and slots."""
     some = torch.Generator().manual_seed(kept)
     table = torch.randint(0, 100, (130, 8), generator=some)
@@ -90,13 +85,13 @@ def test_commit_rows(kept: int, whole: bool, device: torch.device) -> None:
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def product(x: Tensor, weight: Weight) -> Tensor:
+def product(x, weight):
     return x.double() @ weight.decode().double().T
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_product_is_within_its_bound(form: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_a_product_is_within_its_bound(form, dtype, device):
     """Up to 16 rows, and more; rounded to act, and not."""
     weight = weight_of(form, 37, 272, dtype, device)
     for count in (5, 16, 18):
@@ -113,7 +108,7 @@ def test_a_product_is_within_its_bound(form: str, dtype: torch.dtype, device: to
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_packed_products_have_the_same_bits_for_any_rows(form: str, device: torch.device) -> None:
+def test_packed_products_have_the_same_bits_for_any_rows(form, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weight, x = weight_of(form, 37, 112, dtype, device), rows_of(16, 112, dtype, device)
     # float32 results: a rounding to act would hide most differences
@@ -121,7 +116,7 @@ def test_packed_products_have_the_same_bits_for_any_rows(form: str, device: torc
 
 
 @pytest.mark.parametrize("form", ["dense", "fp8 32x32", "nvfp4"])
-def test_swiglu(form: str, device: torch.device) -> None:
+def test_swiglu(form, device):
     dtype, n, k = torch.float32, 32, 96
     gate, up = weight_of(form, n, k, dtype, device), weight_of(form, n, k, dtype, device, seed=5)
     x = rows_of(16, k, dtype, device) / (100 * k)
@@ -141,7 +136,7 @@ def test_swiglu(form: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_fused_weights_give_what_each_of_them_gives(form: str, device: torch.device) -> None:
+def test_fused_weights_give_what_each_of_them_gives(form, device):
     """One product for a run in memory, with some biases, for passes and for prompts."""
     sizes = (128, 256, 32) if "128x128" in form else (32, 64, 32)
     weights, twins = ([weight_of(form, n, 128, torch.float32, device, seed=n) for n in sizes] for _ in range(2))
@@ -166,11 +161,11 @@ H, INNER, E, CHOSEN = 48, 32, 5, 3
 class Experts:
     """A mixture over random rows."""
 
-    def __init__(self, form: str, count: int, device: torch.device, *, shared: bool = False) -> None:
-        def stack(n: int, k: int, seed: int) -> ExpertStack:
+    def __init__(self, form, count, device, *, shared=False):
+        def stack(n, k, seed):
             return ExpertStack(tuple(weight_of(form, n, k, torch.float32, device, seed + e) for e in range(E)))
 
-        def draw(rows: int, seed: int) -> Tensor:
+        def draw(rows, seed):
             return rows_of(rows, H, torch.float32, device, seed)
 
         some = torch.Generator().manual_seed(count)
@@ -181,14 +176,14 @@ class Experts:
         ids = torch.stack([torch.randperm(E, generator=some)[:CHOSEN] for _ in range(count)])
         self.ids, self.weights = ids.int().to(device), torch.rand(count, CHOSEN, generator=some).to(device)
 
-    def run(self, rows: list[int] | slice) -> Tensor:
+    def run(self, rows):
         x, residual = self.x[rows], self.residual[rows]
         options = {"shared": self.shared[rows], "shared_gate": self.gate} if self.with_shared else {}
         with poisoned():
             part = first_rows(x, len(x)), self.ids[rows], self.weights[rows]
             return moe.experts(*part, *self.stacks, first_rows(residual, len(x)), **options)
 
-    def expected(self) -> tuple[Tensor, Tensor]:
+    def expected(self):
         """Values in float64, and the magnitudes that meet: the same experts on absolute values (silu and its slope are
         at most 1.1 |z| + 0.3 and 1.1)."""
         x, total = self.x.double(), self.residual.double()
@@ -211,7 +206,7 @@ class Experts:
     ("form", "shared"),
     [("dense", True), ("dense", False), ("fp8 128x128", False), ("fp8 32x32", True), ("nvfp4", True)],
 )
-def test_experts(form: str, shared: bool, device: torch.device) -> None:
+def test_experts(form, shared, device):
     """Two chained sums of H and INNER terms in float32."""
     mixture = Experts(form, 3, device, shared=shared)
     expected, magnitude = mixture.expected()
@@ -219,7 +214,7 @@ def test_experts(form: str, shared: bool, device: torch.device) -> None:
 
 
 @pytest.mark.sample
-def test_bits_of_experts_do_not_depend_on_the_company(device: torch.device) -> None:
+def test_bits_of_experts_do_not_depend_on_the_company(device):
     mixture = Experts("dense", 16, device, shared=True)
     whole = mixture.run(slice(16))
     for part in ([0], [15], [3, 9], list(range(7)), list(range(15, 4, -1))):
@@ -227,7 +222,7 @@ def test_bits_of_experts_do_not_depend_on_the_company(device: torch.device) -> N
 
 
 @pytest.mark.parametrize(("form", "unused"), [("dense", ()), ("fp8 128x128", (0,)), ("nvfp4", (2, E - 1))])
-def test_experts_of_a_prompt(form: str, unused: tuple[int, ...], device: torch.device) -> None:
+def test_experts_of_a_prompt(form, unused, device):
     """Rows that share an expert, slots of one row with the same expert, and experts that no row chose."""
     mixture = Experts(form, 19, device)
     left = torch.tensor([e for e in range(E) if e not in unused])
@@ -238,7 +233,7 @@ def test_experts_of_a_prompt(form: str, unused: tuple[int, ...], device: torch.d
     close(y, expected, 1e-5 * expected.abs().max())
 
 
-def test_a_nan_names_experts_that_exist(device: torch.device) -> None:
+def test_a_nan_names_experts_that_exist(device):
     logits = torch.full((2, 7), torch.nan, device=device)
     for routing in (
         Routing(top_k=3, scores="softmax", normalised=True),
@@ -251,12 +246,12 @@ def test_a_nan_names_experts_that_exist(device: torch.device) -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device):
     table, mixture = torch.zeros(3, 8, dtype=torch.int64), Experts("dense", 2, device)
     dense, nvfp4 = (weight_of(form, 8, 64, torch.float32, device) for form in ("dense", "nvfp4"))
     x, ids, weights, residual = mixture.x, mixture.ids, mixture.weights, mixture.x
     short = torch.zeros(2, 40, device=device)
-    refused: list[tuple[str | None, Callable[[], Any]]] = [
+    refused = [
         (None, lambda: commit.commit_rows(table[:, :4], torch.zeros(3, dtype=torch.int32), 1)),
         (None, lambda: commit.commit_rows(table, torch.zeros(2, dtype=torch.int32), 1)),
         (None, lambda: norm.gated_rms_norm(torch.zeros(2, 3, 16), torch.zeros(2, 3, 8), torch.ones(16), 1e-6)),

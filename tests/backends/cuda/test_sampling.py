@@ -31,13 +31,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 DRAWS = 1500
 
 
-def drawn(module: Any, row: torch.Tensor, sampling: Sampling, ids: torch.Tensor | None = None) -> np.ndarray:
+def drawn(module, row, sampling, ids=None):
     """Tokens of many positions that all have the logits ``row``."""
-    found: np.ndarray = module.sample(row.expand(DRAWS, -1), sampling, 3, ids).numpy()
+    found = module.sample(row.expand(DRAWS, -1), sampling, 3, ids).numpy()
     return found
 
 
-def distance(tokens: np.ndarray, row: torch.Tensor, sampling: Sampling, size: int) -> float:
+def distance(tokens, row, sampling, size):
     """Chi-squared over its degrees of freedom, of tokens against the distribution of the float64 sampler."""
     ids, probabilities = survivors(row.double().numpy(), sampling)
     counts = np.bincount(tokens, minlength=size)
@@ -49,7 +49,7 @@ def distance(tokens: np.ndarray, row: torch.Tensor, sampling: Sampling, size: in
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("seed", [0, 2**40 + 7])
-def test_the_distribution_is_that_of_the_float64_sampler(name: str, seed: int) -> None:
+def test_the_distribution_is_that_of_the_float64_sampler(name, seed):
     """Equal logits too, of which filters keep the lower ids."""
     row = torch.randn(24, generator=torch.Generator().manual_seed(4)) * 2
     row[[3, 11, 17]] = row.max()
@@ -60,7 +60,7 @@ def test_the_distribution_is_that_of_the_float64_sampler(name: str, seed: int) -
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_filters_keep_the_tokens_of_the_float64_sampler(data: st.DataObject) -> None:
+def test_filters_keep_the_tokens_of_the_float64_sampler(data):
     """Few different logits, so that equals abound. Where a bound of top-p falls on a sum, rounding may decide."""
     levels = data.draw(st.lists(st.integers(-3, 3), min_size=1, max_size=12))
     row = torch.tensor(levels, dtype=torch.float32)
@@ -76,7 +76,7 @@ def test_filters_keep_the_tokens_of_the_float64_sampler(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_token_depends_on_its_row_and_position_alone(name: str) -> None:
+def test_a_token_depends_on_its_row_and_position_alone(name):
     logits = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
     sampling = Sampling(seed=9, **SETTINGS[name])
     with poisoned():
@@ -91,7 +91,7 @@ def test_a_token_depends_on_its_row_and_position_alone(name: str) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_the_best_token_is_the_lowest_of_equals(data: st.DataObject) -> None:
+def test_the_best_token_is_the_lowest_of_equals(data):
     values = st.sampled_from([0.0, -0.0, 1.0, -1.5, float("nan"), float("inf"), float("-inf")])
     rows = data.draw(st.lists(st.lists(values, min_size=5, max_size=5), min_size=1, max_size=4))
     ids = data.draw(st.none() | st.permutations([2, 9, 4, 0, 33]))
@@ -103,7 +103,7 @@ def test_the_best_token_is_the_lowest_of_equals(data: st.DataObject) -> None:
         assert token == (min(name for name, value in zip(names, row, strict=True) if value == best) if finite else -1)
 
 
-def test_logits_choose_where_no_history_counts() -> None:
+def test_logits_choose_where_no_history_counts():
     """Full and gathered heads; penalties, bias and bans are left to the host, and so is a row that is not finite."""
     ops = CudaOps(FakeDevice(), torch.float32)
     weight, x = torch.randn(60, 16), torch.randn(3, 16)

@@ -5,12 +5,9 @@ chunks against float64, splits of attention, and memory that a pass leaves alone
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdec.backends.cuda.kernels import attention, commit, delta, delta_chunked, latent, rope
 from specdec.backends.cuda.kernels.launch import LENGTH
@@ -23,7 +20,7 @@ from tests.backends.oracle import to_host
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value")]  # NaN is what it is about
 
 
-def rope_bound(x: Any, out: Any, dtype: torch.dtype) -> float:
+def rope_bound(x, out, dtype):
     """Of one rotated head: two products and a sum of normed values, each with the errors of its factors.
 
     The norm's factor carries half the error of its sum (a tree over D squares), that of rsqrt (4 units on a device)
@@ -32,7 +29,7 @@ def rope_bound(x: Any, out: Any, dtype: torch.dtype) -> float:
     return float(2 * abs(x).max() * (0.5 * x.shape[-1].bit_length() + 12) * UNIT + abs(out).max() * ROUNDING[dtype])
 
 
-def frequencies(half: int, device: torch.device) -> Tensor:
+def frequencies(half, device):
     return torch.tensor([1e4 ** (-j / half) for j in range(half)], dtype=torch.float32).to(device)
 
 
@@ -52,18 +49,7 @@ class Recurrence:
 
     cache: Delta
 
-    def __init__(
-        self,
-        device: torch.device,
-        start: int,
-        rows: int,
-        shape: DeltaShape = SMALL,
-        *,
-        dtype: torch.dtype = torch.float32,
-        slot: int = 13,
-        slots: int = 17,
-        pace: float = 0.0,
-    ) -> None:
+    def __init__(self, device, start, rows, shape=SMALL, *, dtype=torch.float32, slot=13, slots=17, pace=0.0):
         self.start, self.dtype = start, dtype
         self.shape, self.slot, heads = shape, slot, shape.value_heads
         fused = draw(1, rows, shape.channels + 2 * heads + 3, device=device, dtype=dtype)  # as one product leaves it
@@ -76,7 +62,7 @@ class Recurrence:
         self.first = draw(6, *sizes[:3], device=device) * bool(start)
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self):
         """The cache as some text of ``start`` tokens left it."""
         cache = self.cache
         cache.row[0], cache.row[4] = self.start, self.slot
@@ -85,12 +71,12 @@ class Recurrence:
             cache.ring[at % 32] = raw
         cache.poison()
 
-    def run(self, at: int, rows: int) -> Tensor:
+    def run(self, at, rows):
         self.cache.poison()
         x, a, b = (one[at : at + rows] for one in (self.qkv, self.a, self.b))
         return delta.delta_rows(x, a, b, self.weight, self.a_log, self.dt_bias, self.cache.row, self.shape)
 
-    def convolved(self, rows: int) -> Tensor:
+    def convolved(self, rows):
         """The first rows after the convolution, checked."""
         u = delta.conv_window(self.qkv[:rows], self.weight, self.cache.row)
         exact = oracle.conv_window(to_host(torch.cat([self.before, self.qkv[:rows]])), to_host(self.weight))
@@ -99,7 +85,7 @@ class Recurrence:
         assert abs(to_host(u) - exact).max() <= 16 * UNIT * largest + rounding * abs(exact).max()
         return u
 
-    def expected(self, u: Tensor) -> tuple[Any, Any]:
+    def expected(self, u):
         inputs = (u, self.a[: len(u)], self.b[: len(u)], self.a_log, self.dt_bias)
         return oracle.gated_delta(*map(to_host, inputs), self.shape, to_host(self.first))
 
@@ -108,7 +94,7 @@ class Recurrence:
 
 
 @pytest.mark.parametrize("position", [0, 999_999])
-def test_angles_far_from_zero(position: int, device: torch.device) -> None:
+def test_angles_far_from_zero(position, device):
     """Where float32 reduction by a rounded pi would be off by whole turns. Also for a position on the device."""
     x, half = draw(1, 16, 1, 64, device=device), frequencies(32, device)
     expected = oracle.norm_rope(to_host(x), None, 0.0, to_host(half), position)
@@ -122,7 +108,7 @@ def test_angles_far_from_zero(position: int, device: torch.device) -> None:
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_delta_pass_writes_no_more_than_its_rows(device: torch.device) -> None:
+def test_a_delta_pass_writes_no_more_than_its_rows(device):
     layer = Recurrence(device, 40, 2, slot=16)
     layer.cache.poison()
     slots, ring = layer.cache.states.clone(), layer.cache.ring.clone()
@@ -132,7 +118,7 @@ def test_a_delta_pass_writes_no_more_than_its_rows(device: torch.device) -> None
         assert [at for at, (one, two) in enumerate(pairs) if not torch.equal(one, two)] == changed
 
 
-def test_the_convolution_of_a_prompt_has_the_bits_of_single_rows(device: torch.device) -> None:
+def test_the_convolution_of_a_prompt_has_the_bits_of_single_rows(device):
     """Of 40 rows (two blocks of rows) or one at a time."""
     layer = Recurrence(device, 30, 40)
     whole = layer.convolved(40)
@@ -145,10 +131,10 @@ def test_the_convolution_of_a_prompt_has_the_bits_of_single_rows(device: torch.d
 # --- splits of attention ---------------------------------------------------------------------------------------------
 
 
-def test_capacity_and_programs_show_in_no_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_and_programs_show_in_no_bit(device, monkeypatch):
     q = draw(2, 3, 2, 16, device=device)
 
-    def attended(capacity: int) -> Tensor:
+    def attended(capacity):
         cache = KV(capacity, 1, 16, device).fill(1, 403)
         cache.row[LENGTH.value] = 400
         return attention.attend(q, cache.row, kv_heads=1, scale=0.25, max_length=capacity)
@@ -159,7 +145,7 @@ def test_capacity_and_programs_show_in_no_bit(device: torch.device, monkeypatch:
     assert torch.equal(attended(416), expected)
 
 
-def test_a_pass_longer_than_promised_is_seen(device: torch.device) -> None:
+def test_a_pass_longer_than_promised_is_seen(device):
     cache = KV(512, 1, 64, device).fill(1, 300)
     out = attention.attend(draw(2, 1, 2, 64, device=device), cache.row, kv_heads=1, scale=0.1, max_length=256)
     assert out.isnan().all()
@@ -168,7 +154,7 @@ def test_a_pass_longer_than_promised_is_seen(device: torch.device) -> None:
 # --- prompts by chunks of the delta rule -----------------------------------------------------------------------------
 
 
-def chunked_bound(rows: int, shape: DeltaShape, states: Any, u: Tensor) -> float:
+def chunked_bound(rows, shape, states, u):
     """Of one contraction per chunk, each a substitution over 64 rows and products over Dk.
 
     The error of a substitution step is a unit of every term before it; on a device products are three of tf32, which
@@ -178,7 +164,7 @@ def chunked_bound(rows: int, shape: DeltaShape, states: Any, u: Tensor) -> float
     return float(UNIT * (rows / delta_chunked.CHUNK + 1) * (delta_chunked.CHUNK + shape.key_dim + 8) * largest)
 
 
-def check_chunked(layer: Recurrence, rows: int) -> None:
+def check_chunked(layer, rows):
     cache, shape = layer.cache, layer.shape
     u = layer.convolved(rows)
     a, b = layer.a[:rows], layer.b[:rows]
@@ -191,25 +177,25 @@ def check_chunked(layer: Recurrence, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "pace"), [(1, 0.0), (63, -12.0), (64, 12.0), (65, 0.0), (130, -12.0), (130, 12.0)])
-def test_delta_chunked(rows: int, pace: float, device: torch.device) -> None:
+def test_delta_chunked(rows, pace, device):
     """Against the recurrence in float64, from a state that is not empty; the slot is the last of two."""
     check_chunked(Recurrence(device, 3, rows, SHAPES[0], slot=1, slots=2, pace=pace), rows)
 
 
-def test_gentle_decays_behind_a_strong_one(device: torch.device) -> None:
+def test_gentle_decays_behind_a_strong_one(device):
     """A row that forgets everything (g about -3e5), then rows that forget little: their decays must still be right."""
     layer = Recurrence(device, 3, 60, SHAPES[0], slot=0, slots=2, pace=-6.0)
     layer.a[9], layer.a_log[:] = 1e5, 1.0
     check_chunked(layer, 60)
 
 
-def test_prompts_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_pieces(device, monkeypatch):
     """A piece takes up the state that the one before left, and SLOT is where it was."""
     monkeypatch.setattr(delta_chunked, "PIECE", 64)
     check_chunked(Recurrence(device, 3, 150, SHAPES[1], slot=1, slots=3), 150)
 
 
-def test_decoding_takes_up_what_a_prompt_left(device: torch.device) -> None:
+def test_decoding_takes_up_what_a_prompt_left(device):
     """A prompt of 20 rows in the chunked form, committed whole; then two rows of the recurrence."""
     layer = Recurrence(device, 0, 22, SHAPES[0], slot=0, slots=4)
     cache, u = layer.cache, layer.convolved(22)
@@ -226,7 +212,7 @@ def test_decoding_takes_up_what_a_prompt_left(device: torch.device) -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_written_behind_a_full_cache(device: torch.device) -> None:
+def test_nothing_is_written_behind_a_full_cache(device):
     """A pass that does not fit is the host's error; memory behind the cache stays whole all the same."""
     cache = KV(8, 1, 16, device).fill(1, 6)
     cache.row[3] = 7  # one row of room
@@ -237,13 +223,13 @@ def test_nothing_is_written_behind_a_full_cache(device: torch.device) -> None:
 
 
 @pytest.mark.sample
-def test_shapes_are_checked(device: torch.device) -> None:
+def test_shapes_are_checked(device):
     cache, q = KV(16, 2, 16, device), draw(1, 2, 4, 16, device=device)
     layer, row = Recurrence(device, 0, 17), draw(3, 2, 24, device=device)
     vectors = layer.weight, layer.a_log, layer.dt_bias, layer.cache.row
     wide = DeltaShape(key_heads=1, value_heads=1, key_dim=256, value_dim=1, kernel=4)
     zero = torch.zeros(1, 1)
-    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    refused = [
         (ShapeError, "3 KV heads", lambda: attention.attend(q, cache.row, kv_heads=3, scale=1.0, max_length=16)),
         (
             ShapeError,

@@ -1,10 +1,5 @@
 """The conformance kit over the ops and over a target on them, on whatever device MLX has here."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 import pytest
 
@@ -16,14 +11,14 @@ from specdec.testing import OpsSubject, Subject, as_subject, check_subjects  # n
 from tests import tiny  # noqa: E402
 
 
-def numeric(dtype: str) -> MetalOps:
+def numeric(dtype):
     """What a GPU gets that was not probed: the same ops, promising less."""
     ops = MetalOps(getattr(mx, dtype))
     ops.capabilities = attrs.evolve(ops.capabilities, parity=Parity.NUMERIC, parity_reason="as on a GPU")
     return ops
 
 
-def fast(dtype: str) -> MetalOps:
+def fast(dtype):
     """Stock kernels."""
     return MetalOps(getattr(mx, dtype), mode="fast")
 
@@ -37,7 +32,7 @@ def fast(dtype: str) -> MetalOps:
         pytest.param(fast, id="fast", marks=pytest.mark.slow),
     ],
 )
-def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
+def test_operations(make, dtype):
     check_subjects(f"metal {dtype}", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
 
 
@@ -51,9 +46,7 @@ def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
         pytest.param("qwen3_5", lambda: fast("float32"), "sample", id="qwen3_5 fast", marks=pytest.mark.slow),
     ],
 )
-def test_a_target_over_them(
-    checkpoint: Callable[..., Any], family: str, make: Callable[[], MetalOps], effort: str
-) -> None:
+def test_a_target_over_them(checkpoint, family, make, effort):
     target = tiny.make_target(checkpoint(family), ops=make())
     subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
     check_subjects(family, subjects, effort=effort).raise_for_failures()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -15,9 +14,6 @@ from specdec.backends.metal.kernels.kernel import Launch, MslKernel  # noqa: E40
 from tests.backends.metal import emulator  # noqa: E402
 from tests.backends.metal.emulator import ORDERS, Knobs, emulate  # noqa: E402
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 pytestmark = pytest.mark.emulator
 
 if reason := emulator.unavailable():
@@ -26,7 +22,7 @@ if reason := emulator.unavailable():
 I = "uint i = thread_position_in_grid.x;\n"  # noqa: E741
 
 
-def run(source: str, inputs: dict[str, Any], size: int = 64, knobs: Knobs | None = None) -> NDArray[Any]:
+def run(source, inputs, size=64, knobs=None):
     """Output ``y`` of a kernel of ``size`` threads in groups of 64."""
     kernel = MslKernel(name="buggy", inputs=tuple(inputs), outputs=("y",), source=I + source)
     launch = Launch(
@@ -36,11 +32,11 @@ def run(source: str, inputs: dict[str, Any], size: int = 64, knobs: Knobs | None
     return y
 
 
-def floats(seed: int, *shape: int) -> NDArray[np.float32]:
+def floats(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_contraction_changes_a_plain_multiply_add_and_not_an_fma() -> None:
+def test_contraction_changes_a_plain_multiply_add_and_not_an_fma():
     inputs = {name: floats(seed, 256) for seed, name in enumerate("abc")}
     plain, fused, apart = (
         "y[i] = a[i] * b[i] + c[i];",
@@ -49,7 +45,7 @@ def test_contraction_changes_a_plain_multiply_add_and_not_an_fma() -> None:
     )
     off, on = Knobs(contract=False), Knobs(contract=True)
 
-    def bits(source: str, knobs: Knobs) -> bytes:
+    def bits(source, knobs):
         return run(source, inputs, 256, knobs).tobytes()
 
     a, b, c = inputs.values()
@@ -101,13 +97,13 @@ BUGS = {
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_caught_and_named(name: str) -> None:
+def test_a_bug_is_caught_and_named(name):
     """In every order of the threads: nobody has to be lucky."""
     bug = BUGS[name]
     x = np.abs(floats(0, 64)) + 1
     for order in bug.orders:
         for guard in ("back", "front") if bug.error is emulator.OutOfBounds and "read" not in name else ("back",):
-            knobs = Knobs(order=order, guard=guard, seconds=1)  # type: ignore[arg-type]
+            knobs = Knobs(order=order, guard=guard, seconds=1)
             with pytest.raises(bug.error) as caught:
                 run(bug.source, {"x": x}, knobs=knobs)
             assert re.search(bug.message, str(caught.value)), str(caught.value)

@@ -5,8 +5,7 @@ On Linux the text that MLX would compile runs under emulation, on a Mac on its G
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -17,7 +16,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels import lanes  # noqa: E402
 from specdec.backends.metal.kernels.attention import PART  # noqa: E402
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
+from specdec.backends.metal.kernels.kernel import Executor, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
@@ -42,7 +41,7 @@ class Counted:
     executor: Executor
     launches: dict[str, int] = attrs.field(factory=dict)
 
-    def run(self, kernel: MslKernel, inputs: Sequence[Any], launch: Launch) -> list[Any]:
+    def run(self, kernel, inputs, launch):
         self.launches[kernel.name] = self.launches.get(kernel.name, 0) + 1
         return self.executor.run(kernel, inputs, launch)
 
@@ -51,15 +50,15 @@ Made = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
-    def get(executor: Executor | None, dtype: str = "float32", **options: Any) -> Any:
+def made(checkpoint):
+    def get(executor, dtype="float32", **options):
         ops = MetalOps(getattr(mx, dtype), executor=executor, **options)
         return tiny.make_target(checkpoint("qwen3_5", **SMALL), dtype=dtype, ops=ops)
 
     return get
 
 
-def logits(target: Any, passes: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
+def logits(target, passes):
     """Logits of the rows that are kept of each pass, behind a prompt of two tokens; and the state."""
     state, at, found = target.new_state(32), 2, []
     target.prefill(state, TOKENS[:2])
@@ -72,7 +71,7 @@ def logits(target: Any, passes: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "executor"), [("float32", CONTRACTED), ("bfloat16", EMULATED)])
-def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made: Made, dtype: str, executor: Executor) -> None:
+def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made, dtype, executor):
     """Whatever is kept of one pass after the other: the delta rule takes in the rows of the pass before."""
     counted = Counted(executor)
     target = made(counted, dtype)
@@ -88,7 +87,7 @@ def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made: Made, dtype:
     assert np.abs(reference - singly).max() <= (1e-4 if dtype == "float32" else 0.05) * np.ptp(reference)
 
 
-def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made: Made) -> None:
+def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made):
     target = made(EMULATED)
     drafts = []
     for choose in (None, lambda logits, drafted: logits.argmax()[0]):
@@ -100,7 +99,7 @@ def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made: Made) -> Non
 
 
 @pytest.mark.sample
-def test_the_probe_at_load_sees_more_than_one_part_of_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_at_load_sees_more_than_one_part_of_attention_on_a_gpu(monkeypatch):
     class Gpu:
         type = mx.DeviceType.gpu
 
@@ -116,7 +115,7 @@ def test_the_probe_at_load_sees_more_than_one_part_of_attention_on_a_gpu(monkeyp
 
 @pytest.mark.sample
 @pytest.mark.skipif(mx.metal.is_available(), reason="its kernels can be built here")
-def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) -> None:
+def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made):
     target = made(OnMetal())
     with pytest.raises(UnsupportedError, match=r"No Metal back-end(?s:.*)backend_options\.mode=fast"):
         target.prefill(target.new_state(8), TOKENS[:3])

@@ -5,11 +5,8 @@ bits depend on the number of rows slipped in. The graph shows it. A few stock op
 element or row alone, those that move data, and those whose result no order changes.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib
-import pathlib
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +19,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal import kernels, passes  # noqa: E402
 from specdec.backends.metal import ops as ops_module  # noqa: E402
 from specdec.backends.metal.device import DeviceTokens  # noqa: E402
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
+from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Needs  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -60,14 +57,14 @@ _MARK = MslKernel(name="rms_norm", inputs=("x",), outputs=("y",), source="y[0] =
 
 
 @pytest.fixture(autouse=True)
-def marked_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+def marked_norms(monkeypatch):
     """Norms as one primitive, which they are on a GPU; MLX exports them in pieces where there is none."""
 
     class Fast:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(mx.fast, name)
 
-        def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
+        def rms_norm(self, x, weight, eps):
             launch = Launch(
                 template=(), grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=(x.shape,), output_dtypes=(x.dtype,)
             )
@@ -76,17 +73,17 @@ def marked_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     class Core:
         fast = Fast()
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(mx, name)
 
     monkeypatch.setattr(ops_module, "mx", Core())
 
 
-def launched(run: Callable[..., Any], *inputs: Any) -> collections.Counter[str]:
+def launched(run, *inputs):
     """How often each primitive or kernel stands in the graph of ``run``; a forbidden one as ``"!..."``."""
-    found: collections.Counter[str] = collections.Counter()
+    found = collections.Counter()
 
-    def record(event: dict[str, Any]) -> None:
+    def record(event):
         if event["type"] != "primitive":
             return
         name = event["name"]
@@ -105,7 +102,7 @@ def launched(run: Callable[..., Any], *inputs: Any) -> collections.Counter[str]:
     return found
 
 
-def forbidden(found: collections.Counter[str]) -> set[str]:
+def forbidden(found):
     return {name for name in found if name.startswith("!")}
 
 
@@ -113,36 +110,36 @@ Made = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+def lazy(monkeypatch):
     """Passes that are not started."""
     monkeypatch.setattr(passes.MetalPass, "_start", lambda self, result: None)
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
-    def get(family: str, *, mode: Any = "exact", executor: Executor | None = None) -> Any:
+def made(checkpoint):
+    def get(family, *, mode="exact", executor=None):
         ops = MetalOps(mx.bfloat16, mode=mode, executor=executor or OnMetal())
         return tiny.make_target(checkpoint(family, **TRIED[family]), dtype="bfloat16", ops=ops)
 
     return get
 
 
-def target_pass(target: Any) -> Callable[..., Any]:
+def target_pass(target):
     """The pass with its head, from token ids that only the device knows."""
 
-    def run(ids: Any) -> Any:
+    def run(ids):
         x = target.new_state(64).target_pass.run(DeviceTokens(ids))
         return target.ops.best(x, target.model.lm_head)
 
     return run
 
 
-def ids(rows: int) -> Any:
+def ids(rows):
     return mx.zeros((rows,), mx.int32)
 
 
 @pytest.mark.parametrize("family", TRIED)
-def test_passes_of_any_length_launch_the_same_kernels_of_our_own(made: Made, family: str) -> None:
+def test_passes_of_any_length_launch_the_same_kernels_of_our_own(made, family):
     target = made(family)
     one = launched(target_pass(target), ids(1))
     assert not forbidden(one)
@@ -153,16 +150,14 @@ def test_passes_of_any_length_launch_the_same_kernels_of_our_own(made: Made, fam
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
-def test_a_draft_chain_is_one_graph_of_our_own_kernels(
-    made: Made, family: str, pruned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_chain_is_one_graph_of_our_own_kernels(made, family, pruned, monkeypatch):
     """Nothing is read between its passes, or MLX would refuse to export it."""
     target = made(family)
     head = target.draft_head(range(0, 200, 3)).extended([4]).rows[0] if pruned else target.model.lm_head
-    drafted: list[Any] = []
+    drafted = []
     monkeypatch.setattr(passes, "read_tokens", lambda tokens: drafted.append(tokens) or [])
 
-    def chain(hidden: Any) -> Any:
+    def chain(hidden):
         mtp_pass = target.new_state(64, Needs(mtp=True)).mtp_pass
         mtp_pass.chain([5, 6], hidden, 3, head)
         return drafted.pop()
@@ -173,13 +168,13 @@ def test_a_draft_chain_is_one_graph_of_our_own_kernels(
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_packed_weights_have_kernels_of_our_own_too(rows: int) -> None:
+def test_packed_weights_have_kernels_of_our_own_too(rows):
     rng = np.random.default_rng(0)
     ops = MetalOps(mx.bfloat16, executor=OnMetal())
     weight, _ = affine(rng, 64, 64, group=32, bits=4, dtype=mx.bfloat16)
     weight_bytes = weight.parts()
 
-    def run(x: Any, residual: Any) -> Any:
+    def run(x, residual):
         assert weight_bytes
         head = ops.head_rows(weight, [1, 5, 9])
         return (

@@ -15,7 +15,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal.kernels.attention import attend  # noqa: E402
 from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows, flush, gated_delta  # noqa: E402
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
+from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
 from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec  # noqa: E402
 from tests.backends.metal.kernel_runs import affine  # noqa: E402
@@ -27,12 +27,12 @@ class Recorder:
 
     launches: list[tuple[MslKernel, Sequence[Any], Launch]] = attrs.Factory(list)
 
-    def run(self, kernel: MslKernel, inputs: Sequence[Any], launch: Launch) -> list[Any]:
+    def run(self, kernel, inputs, launch):
         self.launches.append((kernel, inputs, launch))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.output_shapes, launch.output_dtypes, strict=True)]
 
 
-def every_kernel(executor: Executor, rows: int) -> list[Any]:
+def every_kernel(executor, rows):
     """Each wrapper with ``rows`` rows and sizes that divide nothing."""
     x, w = mx.zeros((rows, 136), mx.bfloat16), mx.zeros((83, 136), mx.bfloat16)
     quantised, _ = affine(np.random.default_rng(0), 83, 128, group=32, bits=8, dtype=mx.bfloat16)
@@ -58,7 +58,7 @@ def every_kernel(executor: Executor, rows: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 19])
-def test_launches_fit_every_gpu(rows: int) -> None:
+def test_launches_fit_every_gpu(rows):
     recorder = Recorder()
     every_kernel(recorder, rows)
     assert len({kernel.name for kernel, _, _ in recorder.launches}) == len(
@@ -72,7 +72,7 @@ def test_launches_fit_every_gpu(rows: int) -> None:
         assert all(grid % group == 0 for grid, group in zip(launch.grid, launch.threadgroup, strict=True)), kernel.name
 
 
-def test_texts_leave_nothing_to_the_device() -> None:
+def test_texts_leave_nothing_to_the_device():
     recorder = Recorder()
     every_kernel(recorder, 3)
     for kernel in {kernel for kernel, _, _ in recorder.launches}:
@@ -81,12 +81,12 @@ def test_texts_leave_nothing_to_the_device() -> None:
         assert set(re.findall(r"\bsimd_\w+|\bthreadgroup\b|\w*barrier\w*", text)) <= {"simd_shuffle_xor"}, kernel.name
 
 
-def test_shapes_and_dtypes_are_those_of_the_references() -> None:
-    for made, wanted in zip(every_kernel(Recorder(), 3), every_kernel(None, 3), strict=True):  # type: ignore[arg-type]
+def test_shapes_and_dtypes_are_those_of_the_references():
+    for made, wanted in zip(every_kernel(Recorder(), 3), every_kernel(None, 3), strict=True):
         assert (made.shape, made.dtype) == (wanted.shape, wanted.dtype)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is Metal")
-def test_without_metal_the_executor_says_so() -> None:
+def test_without_metal_the_executor_says_so():
     with pytest.raises(RuntimeError, match="No Metal back-end"):
         mx.eval(every_kernel(OnMetal(), 1))

@@ -1,11 +1,7 @@
 """Which backend a load runs on, what it says about it, and that the embedded model says the same on both."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -21,13 +17,13 @@ TOKENS = 56
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def machine(monkeypatch):
     """``machine(system, processor, mlx=...)``: what this process sees."""
 
-    def has(system: str, processor: str, *, mlx: bool) -> None:
+    def has(system, processor, *, mlx):
         find = importlib.util.find_spec
 
-        def find_spec(name: str, *rest: Any) -> Any:
+        def find_spec(name, *rest):
             return (object() if mlx else None) if name == "mlx.core" else find(name, *rest)
 
         monkeypatch.setattr(platform, "system", lambda: system)
@@ -47,9 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("Darwin", "x86_64", True, "cpu"),
     ],
 )
-def test_auto_takes_metal_on_apple_silicon_with_mlx(
-    choice: Any, machine: Any, system: str, processor: str, mlx: bool, chosen: str
-) -> None:
+def test_auto_takes_metal_on_apple_silicon_with_mlx(choice, machine, system, processor, mlx, chosen):
     """Without MLX it says there what is missing; elsewhere it says nothing. A name is taken at its word."""
     machine(system, processor, mlx=mlx)
     name, notices = choice()
@@ -65,19 +59,19 @@ def test_auto_takes_metal_on_apple_silicon_with_mlx(
         assert choice("metal") == ("metal", [])
 
 
-def test_metal_by_name_without_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metal_by_name_without_mlx_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(UnsupportedError, match=r"specdec-framework\[metal\]"):
         backend_choice.make_backend("metal")
 
-    def no_mlx(name: str, *rest: Any) -> Any:
+    def no_mlx(name, *rest):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", no_mlx)  # what it does where not even the package exists
     assert "mlx is not installed" in str(registry().backend("metal").available())
 
 
-def test_dtypes() -> None:
+def test_dtypes():
     pytest.importorskip("mlx.core", exc_type=ImportError)
     from specdec.backends.metal.backend import MetalBackend
 
@@ -89,7 +83,7 @@ def test_dtypes() -> None:
         backend.choose_dtype("float8", "float32")
 
 
-def test_the_mode_is_an_option_of_the_backend() -> None:
+def test_the_mode_is_an_option_of_the_backend():
     pytest.importorskip("mlx.core", exc_type=ImportError)
     overrides = ["target.backend=metal", "target.dtype=float32", "depth.depth=2"]
     fast = pipeline.build(specdec.load_config(None, [*overrides, "target.backend_options.mode=fast"]))
@@ -102,7 +96,7 @@ def test_the_mode_is_an_option_of_the_backend() -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_model_says_the_same_on_both_backends() -> None:
+def test_the_embedded_model_says_the_same_on_both_backends():
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     found = {}
     for backend in ("cpu", "metal"):

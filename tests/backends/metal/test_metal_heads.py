@@ -1,7 +1,5 @@
 """Trained draft heads on the Metal backend draft what speculators' classes draft."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.drafters.heads.recorded_heads import NAMES, Recorded
@@ -12,7 +10,7 @@ mx = pytest.importorskip("mlx.core")
 
 
 @pytest.mark.parametrize("name", cases(NAMES, sample=1, mark="slow"))
-def test_heads_draft_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_draft_the_same(name, monkeypatch):
     from specdec.backends.metal.ops import MetalOps
 
     assert run(Recorded.load(name, ops=MetalOps(mx.float32)), monkeypatch) < BOUND

@@ -1,9 +1,5 @@
 """specdec's Metal kernels: the contract of operations over them, and packed products against float64."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels.attention import attend  # noqa: E402
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
-from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
 from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
@@ -38,18 +33,18 @@ pytestmark = pytest.mark.emulator
 seeds = st.integers(0, 2**20)
 
 
-def normal(rng: np.random.Generator, *shape: int, dtype: Any = mx.float32) -> Any:
+def normal(rng, *shape, dtype=mx.float32):
     return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
 
 
 @pytest.mark.parametrize("executor", [EMULATED, CONTRACTED], ids=["emulated", "contracted"])
-def test_the_contract_of_operations(executor: Executor) -> None:
+def test_the_contract_of_operations(executor):
     check_operations(lambda: MetalOps(mx.float32, executor=executor))
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_large_scores_do_not_overflow(executor: Executor | None) -> None:
+def test_large_scores_do_not_overflow(executor):
     rng = np.random.default_rng(5)
     q, k, v = (30 * normal(rng, 40, heads, 40) for heads in (4, 2, 2))
     keys, values = (one.swapaxes(0, 1)[None] for one in (k, v))
@@ -72,7 +67,7 @@ QUANTISED = [
 ]
 
 
-def added(rng: np.random.Generator, what: str, rows: int, features: int, dtype: Any) -> Any:
+def added(rng, what, rows, features, dtype):
     if what == "nothing":
         return None
     return normal(rng, *((features,) if what == "a row" else (rows, features)), dtype=dtype)
@@ -83,17 +78,8 @@ def added(rng: np.random.Generator, what: str, rows: int, features: int, dtype: 
 @given(seed=seeds, groups=st.integers(1, 6), features=st.integers(8, 21))
 @settings(max_examples=6)
 def test_quantised_products_are_those_of_float64(
-    executor: Executor | None,
-    rows: int,
-    dtype: Any,
-    wanted_dtype: Any,
-    what: str,
-    group: int,
-    bits: int,
-    seed: int,
-    groups: int,
-    features: int,
-) -> None:
+    executor, rows, dtype, wanted_dtype, what, group, bits, seed, groups, features
+):
     rng = np.random.default_rng(seed)
     length = groups * group
     x, residual = normal(rng, rows, length, dtype=dtype), added(rng, what, rows, features, dtype)
@@ -106,7 +92,7 @@ def test_quantised_products_are_those_of_float64(
 
 
 @pytest.mark.parametrize("executor", RUNS)
-def test_a_quantised_row_has_the_same_bits_in_any_company(executor: Executor | None) -> None:
+def test_a_quantised_row_has_the_same_bits_in_any_company(executor):
     rng = np.random.default_rng(1)
     x = normal(rng, 11, 320, dtype=mx.bfloat16)
     w, _ = affine(rng, 9, 320, group=64, bits=4, dtype=mx.bfloat16)
@@ -118,7 +104,7 @@ def test_a_quantised_row_has_the_same_bits_in_any_company(executor: Executor | N
 
 
 @pytest.mark.sample
-def test_mlx_packs_weights_in_the_same_order() -> None:
+def test_mlx_packs_weights_in_the_same_order():
     """The packing above is ours; this one is not."""
     rng = np.random.default_rng(2)
     x, full = normal(rng, 2, 192), normal(rng, 5, 192)
@@ -136,7 +122,7 @@ def test_mlx_packs_weights_in_the_same_order() -> None:
 EXPERTS, SLOTS = 5, 3
 
 
-def stacked(rng: np.random.Generator, features: int, length: int, dtype: Any) -> tuple[PackedMatrix, Any]:
+def stacked(rng, features, length, dtype):
     """Quantised matrices, and their float64 values ``[E, N, K]``."""
     made = [affine(rng, features, length, group=32, bits=4, dtype=dtype) for _ in range(EXPERTS)]
     arrays = [mx.stack(parts) for parts in zip(*(weight.parts() for weight, _ in made), strict=True)]
@@ -144,7 +130,7 @@ def stacked(rng: np.random.Generator, features: int, length: int, dtype: Any) ->
     return weight, np.stack([levels * scales + biases for _, (levels, scales, biases) in made])
 
 
-def chosen(rng: np.random.Generator, rows: int) -> Any:
+def chosen(rng, rows):
     return mx.array(rng.integers(0, EXPERTS, (rows, SLOTS)).astype(np.int32))
 
 
@@ -152,9 +138,7 @@ def chosen(rng: np.random.Generator, rows: int) -> Any:
 @pytest.mark.parametrize("shared", [False, True], ids=["each slot", "shared"])
 @given(seed=st.integers(0, 2**20), rows=st.integers(3, 8), features=st.integers(1, 19), groups=st.integers(1, 5))
 @settings(max_examples=5)
-def test_packed_expert_products_are_those_of_float64(
-    executor: Executor | None, shared: bool, seed: int, rows: int, features: int, groups: int
-) -> None:
+def test_packed_expert_products_are_those_of_float64(executor, shared, seed, rows, features, groups):
     rng = np.random.default_rng(seed)
     length = 32 * groups
     ids = chosen(rng, rows)
@@ -169,7 +153,7 @@ def test_packed_expert_products_are_those_of_float64(
 
 
 @pytest.mark.parametrize("executor", RUNS)
-def test_a_slot_has_the_bits_of_matvec(executor: Executor | None) -> None:
+def test_a_slot_has_the_bits_of_matvec(executor):
     """Also of a row alone, and of a row beside seven others: that is what ``matvec`` is tested for."""
     rng = np.random.default_rng(0)
     x, ids, w = normal(rng, 4, 1, 96), chosen(rng, 4), normal(rng, EXPERTS, 9, 96)

@@ -3,8 +3,6 @@
 The conformance kit compares every operation with float64 (``test_contract.py``).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,7 @@ from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_a
 OPS = MetalOps(mx.float32)
 
 
-def test_equal_experts_go_by_id() -> None:
+def test_equal_experts_go_by_id():
     """Equal scores, negative ones and zeros of either sign among them; and a NaN names an expert that exists."""
     bias = OPS.vector(torch.tensor([0.0, -1.0, 2.0, -0.0, 2.0, -3.0, -1.0]) - 0.5)
     x, router = mx.zeros((3, 4)), mx.zeros((7, 4))
@@ -32,19 +30,19 @@ def test_equal_experts_go_by_id() -> None:
 
 
 @given(case=exact_heads())
-def test_logits_full_and_pruned(case: tuple[torch.Tensor, torch.Tensor, list[int], list[int]]) -> None:
+def test_logits_full_and_pruned(case):
     check_logits(OPS, OPS.weight(case[0]), case, 1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_has_no_best_token(value: float) -> None:
+def test_a_row_that_is_not_finite_has_no_best_token(value):
     rows = np.zeros((3, 5), np.float32)
     rows[1, 2] = value
     with pytest.raises(ContractError, match="row 1"):
         MetalLogits(mx.array(rows)).argmax()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     refuses_what_it_lacks(OPS)
     refuses_arrays_of_another_backend(OPS, mx.ones((1, 3)))
     with pytest.raises(StateError, match="without a pass"):

@@ -3,12 +3,7 @@
 Products are compared in float32: in a narrower dtype MLX's CPU device rounds every partial sum.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,18 +40,18 @@ exact = pytest.mark.skipif(
 class Stack:
     """Random matrices ``[E, N, K]`` as a checkpoint has them, and their values in float64."""
 
-    def __init__(self, folder: Path, shape: tuple[int, ...], bits: int, group: int, dtype: str, seed: int) -> None:
+    def __init__(self, folder, shape, bits, group, dtype, seed):
         weight = np.random.default_rng(seed).standard_normal(shape) * shape[-1] ** -0.5
         parts, values = mlx_layout.affine(weight.astype(np.float32), bits, group, getattr(torch, dtype))
         self.values = values.astype(np.float64)
         config = {"quantization": {"bits": bits, "group_size": group}}
         checkpoint = Checkpoint.open(write_checkpoint(folder, config, {f"x.{name}": p for name, p in parts.items()}))
         held = StoredWeights(checkpoint, dtype=torch.float32, keeps=PACKED_FORMATS)
-        self.matrices: Any = held.matrices("x.weight")
+        self.matrices = held.matrices("x.weight")
         assert all(isinstance(matrix, StoredMatrix) for matrix in self.matrices)
 
 
-def close(got: Any, wanted: np.ndarray, dtype: str = "float32", terms: Any = 0.0) -> None:
+def close(got, wanted, dtype="float32", terms=0.0):
     """Within rounding of the largest value, or of the terms that it is a sum of."""
     got = to_host(got)
     assert got.shape == wanted.shape
@@ -64,14 +59,12 @@ def close(got: Any, wanted: np.ndarray, dtype: str = "float32", terms: Any = 0.0
     assert np.abs(got - wanted).max() <= {"float32": 1e-5, "float16": 0.006, "bfloat16": 0.04}[dtype] * size
 
 
-def silu(x: np.ndarray) -> np.ndarray:
+def silu(x):
     return x / (1 + np.exp(-x))
 
 
 @pytest.mark.parametrize("bits", cases([2, 3, 4, 5, 6, 8], sample=("3", "4"), mark="slow"))
-def test_every_product_has_the_values_of_the_decoded_weight(
-    tmp_path_factory: pytest.TempPathFactory, bits: int
-) -> None:
+def test_every_product_has_the_values_of_the_decoded_weight(tmp_path_factory, bits):
     @given(
         rows=st.integers(1, 19),
         features=st.integers(4, 40),
@@ -81,7 +74,7 @@ def test_every_product_has_the_values_of_the_decoded_weight(
         dtype=st.sampled_from(DTYPES),
         stored=st.sampled_from(DTYPES),
     )
-    def check(rows: int, features: int, groups: int, seed: int, group: int, dtype: str, stored: str) -> None:
+    def check(rows, features, groups, seed, group, dtype, stored):
         ops = MetalOps(getattr(mx, dtype))
         length, experts, rng = groups * group, 3, np.random.default_rng(seed)
         stack = Stack(tmp_path_factory.mktemp("x"), (experts, features, length), bits, group, stored, seed)
@@ -121,7 +114,7 @@ def test_every_product_has_the_values_of_the_decoded_weight(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_experts_stay_packed(tmp_path: Path, bits: int, dtype: str) -> None:
+def test_experts_stay_packed(tmp_path, bits, dtype):
     """Against the same block with its experts decoded."""
     ops, rng, hidden, inner = MetalOps(getattr(mx, dtype)), np.random.default_rng(bits), 64, 32
     shapes = {"gate": (5, inner, hidden), "up": (5, inner, hidden), "down": (5, hidden, inner)}
@@ -133,8 +126,8 @@ def test_experts_stay_packed(tmp_path: Path, bits: int, dtype: str) -> None:
     chosen = (mx.array(rng.integers(0, 5, (7, 2)).astype(np.int32)), mx.array(rng.random((7, 2)).astype(np.float32)))
     found = []
     for wanted in (lambda one: one, lambda one: one.decode()):
-        experts: Any = tuple(ops.stack([wanted(one) for one in stack.matrices]) for stack in stacks)
-        shared: Any = tuple(ops.weight(wanted(stack.matrices[0])) for stack in stacks)
+        experts = tuple(ops.stack([wanted(one) for one in stack.matrices]) for stack in stacks)
+        shared = tuple(ops.weight(wanted(stack.matrices[0])) for stack in stacks)
         gate = ops.weight(wanted(shared_gate))
         assert isinstance(experts[0], PackedMatrix) == (not found)
         found.append(to_host(ops.moe(x, chosen, experts, residual, shared=shared, shared_gate=gate)))
@@ -142,7 +135,7 @@ def test_experts_stay_packed(tmp_path: Path, bits: int, dtype: str) -> None:
     assert np.abs(found[1] - to_host(residual)).max() > 0.3
 
 
-def test_a_size_without_a_product_is_decoded(tmp_path: Path) -> None:
+def test_a_size_without_a_product_is_decoded(tmp_path):
     stack = Stack(tmp_path, (2, 12, 48), 4, 16, "float32", 0)  # groups of 16, which MLX does not have
     ops = MetalOps(mx.float32)
     assert np.array_equal(np.array(ops.weight(stack.matrices[0])), stack.values[0].astype(np.float32))
@@ -150,11 +143,11 @@ def test_a_size_without_a_product_is_decoded(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+def converted(tmp_path_factory):
     """``converted(family, dtype)``: a checkpoint as mlx-lm writes it, and its twin."""
 
     @functools.cache
-    def get(family: str, dtype: str = "float32") -> tuple[Path, Path]:
+    def get(family, dtype="float32"):
         folder = tmp_path_factory.mktemp(family)
         source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
         return mlx_layout.convert(folder, source, family, dtype=getattr(torch, dtype))
@@ -163,7 +156,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[P
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=("qwen3_5", "deepseek_v3"), mark="slow"))
-def test_a_packed_model_has_the_logits_of_its_twin(converted: Callable[..., tuple[Path, Path]], family: str) -> None:
+def test_a_packed_model_has_the_logits_of_its_twin(converted, family):
     """The twin decoded, on the torch reference; a prompt, and a pass of several rows behind it."""
     mlx, twin = converted(family)
     ops = MetalOps(mx.float32)
@@ -185,9 +178,7 @@ def test_a_packed_model_has_the_logits_of_its_twin(converted: Callable[..., tupl
 @exact
 @pytest.mark.parametrize("dtype", cases(DTYPES, sample=("bfloat16",), mark="slow"))
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
-def test_rows_have_the_same_bits_in_any_company(
-    converted: Callable[..., tuple[Path, Path]], family: str, dtype: str
-) -> None:
+def test_rows_have_the_same_bits_in_any_company(converted, family, dtype):
     mlx, _ = converted(family, dtype)
     assert probe_rows(tiny.make_target(mlx, dtype=dtype, ops=MetalOps(getattr(mx, dtype)))) is None
 
@@ -196,13 +187,13 @@ def test_rows_have_the_same_bits_in_any_company(
 
 
 @pytest.mark.slow
-def test_the_operations_in_float16() -> None:
+def test_the_operations_in_float16():
     check_subjects(
         "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort="sample"
     ).raise_for_failures()
 
 
-def test_a_checkpoint_in_float16_runs_in_float16(tmp_path: Path) -> None:
+def test_a_checkpoint_in_float16_runs_in_float16(tmp_path):
     folder = tiny.write_qwen3_5(tmp_path / "f16", dtype="float16")
     loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), backend="metal")))
     assert (loaded.target.info.dtype, loaded.target.info.dtype_reason) == (

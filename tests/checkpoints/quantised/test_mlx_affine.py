@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from specdec.errors import CheckpointError
 from specdec.models.loading import load_target
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
-from tests.checkpoints.quantised.quantisers import Tensors
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
 
 X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
@@ -44,22 +42,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def opened(folder: Path, parts: Tensors, **quantization: Any) -> Checkpoint:
+def opened(folder, parts, **quantization):
     config = {"quantization": quantization} if quantization else {}
     return Checkpoint.open(write_checkpoint(folder, config, {X + name: part for name, part in parts.items()}))
 
 
-def decoded(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
+def decoded(checkpoint, dtype):
     return StoredWeights(checkpoint, dtype=dtype)[NAME]
 
 
-def logits(folder: Path, kernels: str) -> torch.Tensor:
+def logits(folder, kernels):
     target = tiny.make_target(folder, kernels=kernels, weights="decoded")
     rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()
     return torch.as_tensor(rows).clone()
 
 
-def assert_same_logits(one: Path, other: Path) -> None:
+def assert_same_logits(one, other):
     """Bit for bit with the native kernels; torch's own products depend on where in a file a tensor begins."""
     for kernels in tiny.kernels_available():
         got, wanted = logits(one, kernels), logits(other, kernels)
@@ -69,7 +67,7 @@ def assert_same_logits(one: Path, other: Path) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 
-def made(tmp_path: Path, family: str, **more: Any) -> tuple[Path, Path]:
+def made(tmp_path, family, **more):
     source = tiny.WRITERS[family](tmp_path / "source", **FAMILIES[family])
     return mlx_layout.convert(tmp_path, source, family, **more)
 
@@ -78,7 +76,7 @@ def made(tmp_path: Path, family: str, **more: Any) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path: Path, bits: int) -> None:
+def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path, bits):
     """Every size of group, stacks of experts, scales of both signs; in float32 bit for bit, and rounded once."""
 
     @given(
@@ -89,7 +87,7 @@ def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path: Path, bits: int) -
         dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
         stacked=st.booleans(),
     )
-    def check(rows: int, groups: int, seed: int, group: int, dtype: torch.dtype, stacked: bool) -> None:
+    def check(rows, groups, seed, group, dtype, stacked):
         shape = (3, rows, groups * group) if stacked else (rows, groups * group)
         weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
         parts, values = mlx_layout.affine(weight, bits, group, dtype)
@@ -105,7 +103,7 @@ def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path: Path, bits: int) -
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_decoding_has_the_bits_of_mlx(tmp_path: Path, bits: int, group: int) -> None:
+def test_decoding_has_the_bits_of_mlx(tmp_path, bits, group):
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     weight = mx.array(drawn(bits, 24, 3 * group))
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
@@ -124,7 +122,7 @@ def test_decoding_has_the_bits_of_mlx(tmp_path: Path, bits: int, group: int) -> 
 
 
 @pytest.mark.parametrize(("mode", "label"), [("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
-def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path: Path, mode: str, label: str) -> None:
+def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path, mode, label):
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     group, bits = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}[mode]
     for shape in ((24, 96), (3, 8, 64)):
@@ -145,7 +143,7 @@ def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path: Path, mode: str, lab
 
 @pytest.mark.parametrize("sizes", [mlx_layout.four_bits, mlx_layout.plain], ids=["quantised", "plain"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path: Path, family: str, sizes: mlx_layout.Sizes) -> None:
+def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path, family, sizes):
     """Names, stacks of experts, turned convolutions, norms with the 1 in them, overrides by path: the same logits."""
     mlx, twin = made(tmp_path, family, sizes=sizes)
     formats = {found.format for found in formats_of(Checkpoint.open(mlx)).values()}
@@ -158,7 +156,7 @@ def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe"])
-def test_the_original_checkpoint_lends_its_head(tmp_path: Path, family: str) -> None:
+def test_the_original_checkpoint_lends_its_head(tmp_path, family):
     """The original's convolutions show that its norms are raw; a file with the head alone shows nothing."""
     mlx, twin = made(tmp_path, family)
     source = tmp_path / "source"
@@ -172,7 +170,7 @@ def test_the_original_checkpoint_lends_its_head(tmp_path: Path, family: str) -> 
     file = tmp_path / "head.safetensors"
     save_file(head, file)
 
-    def drafted(model: Path, mtp: Path | None = None) -> tuple[int, ...]:
+    def drafted(model, mtp=None):
         head = None if mtp is None else str(mtp)
         asked = TargetConfig(model=str(model), dtype="float32", weights="decoded", mtp=head)
         target = load_target(RunConfig(target=asked)).target
@@ -193,12 +191,12 @@ def test_the_original_checkpoint_lends_its_head(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_a_head_without_such_norms_is_used(tmp_path: Path, family: str) -> None:
+def test_a_head_without_such_norms_is_used(tmp_path, family):
     mlx, _ = made(tmp_path, family, keep_head=True)
     assert load_target(RunConfig(target=TargetConfig(model=str(mlx)))).target.info.mtp_layers == 1
 
 
-def test_convolutions_in_both_layouts_are_refused(tmp_path: Path) -> None:
+def test_convolutions_in_both_layouts_are_refused(tmp_path):
     mlx, _ = made(tmp_path, "qwen3_5", sizes=mlx_layout.plain)
     tensors = load_file(mlx / "model.safetensors")
     name = "language_model.model.layers.1.linear_attn.conv1d.weight"

@@ -1,13 +1,10 @@
 """The decoded cache: written once, taken from afterwards, rebuilt when stale, and whole or not there at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -20,14 +17,14 @@ from specdec.checkpoints import Checkpoint, StoredWeights
 from specdec.cli.doctor import doctor
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
-from specdec.models.loading import LoadedTarget, load_target
+from specdec.models.loading import load_target
 from tests import tiny
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_models import HYBRID, PROMPT, matrix
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     """A tiny checkpoint whose matrices are NVFP4, with scales of activations."""
     folder = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
     tensors, _ = q.quantised(load_file(folder / "model.safetensors"), lambda n: "nvfp4" if matrix(n) else None)
@@ -36,23 +33,23 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def load(source: Path, cache: Path, dtype: str = "bfloat16") -> LoadedTarget:
+def load(source, cache, dtype="bfloat16"):
     return load_target(
         RunConfig(target=TargetConfig(model=str(source), dtype=dtype, weights="decoded", decoded_cache=str(cache)))
     )
 
 
-def only(cache: Path) -> Path:
+def only(cache):
     (entry,) = cache.iterdir()  # nothing half-written stays either
     return entry
 
 
-def logits(loaded: LoadedTarget) -> torch.Tensor:
+def logits(loaded):
     state = loaded.target.new_state(32)
     return torch.as_tensor(loaded.target.decode(state, PROMPT).need_logits().rows()).clone()
 
 
-def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_path: Path) -> None:
+def test_the_cache_is_written_once_and_holds_the_same_bits(source, tmp_path):
     first = load(source, tmp_path / "cache")
     entry = only(tmp_path / "cache")
     assert any(str(entry) in notice and "decoded into the cache" in notice for notice in first.notices)
@@ -72,7 +69,7 @@ def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_pat
         assert file.metadata() == {"format": "pt"}
 
 
-def _edit_weights(source: Path) -> None:
+def _edit_weights(source):
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].clone()
@@ -80,33 +77,33 @@ def _edit_weights(source: Path) -> None:
     save_file(tensors, source / "model.safetensors")
 
 
-def _edit_config(source: Path) -> None:
+def _edit_config(source):
     tiny.edit_config(source, rms_norm_eps=1e-5)
 
 
-def _cut(source: Path) -> None:
+def _cut(source):
     file = only(source.parent / "cache") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _spoil_marker(source: Path) -> None:
+def _spoil_marker(source):
     (only(source.parent / "cache") / "decoded.json").write_text("[]", encoding="utf-8")
 
 
-def _edit_own_weights(source: Path) -> None:
+def _edit_own_weights(source):
     with open(only(source.parent / "cache") / "model.safetensors", "rb+") as file:
         file.seek(-8, 2)
         file.write(b"\x7f" * 8)
 
 
-def _edit_own_config(source: Path) -> None:
+def _edit_own_config(source):
     tiny.edit_config(only(source.parent / "cache"), num_hidden_layers=1)
 
 
 @pytest.mark.parametrize(
     "change", [_edit_weights, _edit_config, _cut, _edit_own_weights, _edit_own_config, _spoil_marker]
 )
-def test_a_stale_cache_is_said_and_written_anew(source: Path, tmp_path: Path, change: Any) -> None:
+def test_a_stale_cache_is_said_and_written_anew(source, tmp_path, change):
     load(source, tmp_path / "cache")
     change(source)
     again = load(source, tmp_path / "cache")
@@ -118,14 +115,14 @@ def test_a_stale_cache_is_said_and_written_anew(source: Path, tmp_path: Path, ch
     assert torch.equal(Checkpoint.open(only(tmp_path / "cache")).load(name), decoded)
 
 
-def test_a_checkpoint_without_quantised_weights_needs_no_cache(tmp_path: Path) -> None:
+def test_a_checkpoint_without_quantised_weights_needs_no_cache(tmp_path):
     folder = tiny.write_qwen3_5(tmp_path / "plain", dtype="bfloat16")
     loaded = load(folder, tmp_path / "cache")
     assert any("target.decoded_cache is not used" in notice for notice in loaded.notices)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_refused_checkpoint_leaves_no_cache(source: Path, tmp_path: Path) -> None:
+def test_a_refused_checkpoint_leaves_no_cache(source, tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight_scale_2"] = torch.tensor(float("nan"))
     save_file(tensors, source / "model.safetensors")
@@ -134,9 +131,7 @@ def test_a_refused_checkpoint_leaves_no_cache(source: Path, tmp_path: Path) -> N
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_full_disk_is_said_before_anything_is_written(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_before_anything_is_written(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"takes \d+,\d+ bytes, and .* has 1,000 left"):
@@ -144,14 +139,12 @@ def test_a_full_disk_is_said_before_anything_is_written(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(source, tmp_path, monkeypatch):
     load(source, tmp_path / "cache")
     kept = (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8")
     _edit_weights(source)
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.fsync", full)

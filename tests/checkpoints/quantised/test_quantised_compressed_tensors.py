@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +32,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved(tmp_path_factory):
     """``saved(case)``: a tiny Qwen3 that the library compressed and saved, and what it decompresses per module."""
     pytest.importorskip("compressed_tensors")  # and its import of seconds: only where these tests run
     from tests.checkpoints.quantised.compressing import save_compressed
 
     @functools.cache
-    def make(case: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    def make(case):
         preset, changes, _ = CASES[case]
         folder = tmp_path_factory.mktemp("compressed")
         wanted = save_compressed(folder, preset, changes, seed=list(CASES).index(case))
@@ -51,9 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_library_wrote_is_decoded_as_it_decodes(
-    saved: Any, case: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_what_the_library_wrote_is_decoded_as_it_decodes(saved, case, record_property):
     folder, wanted = saved(case)
     checkpoint = Checkpoint.open(folder)
     formats = formats_of(checkpoint)

@@ -1,11 +1,5 @@
 """Decoders, bit for bit: against values worked out in numpy, for every code, odd shapes and cut blocks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -20,12 +14,12 @@ from tests.comparisons import record
 X = "model.layers.0.mlp.up_proj."
 
 
-def written(folder: Path, parts: Mapping[str, torch.Tensor], prefix: str = X, **quantization: Any) -> Checkpoint:
+def written(folder, parts, prefix=X, **quantization):
     config = {"quantization_config": quantization} if quantization else {}
     return Checkpoint.open(write_checkpoint(folder, config, {prefix + name: part for name, part in parts.items()}))
 
 
-def decoded(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16, name: str = "") -> torch.Tensor:
+def decoded(checkpoint, dtype=torch.bfloat16, name=""):
     weights = StoredWeights(checkpoint, dtype=dtype)
     (only,) = [name] if name else list(formats_of(checkpoint))
     found = weights[only]
@@ -36,7 +30,7 @@ def decoded(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16, name: s
     return found
 
 
-def assert_same_bits(got: torch.Tensor, wanted: np.ndarray | torch.Tensor) -> None:
+def assert_same_bits(got, wanted):
     """Equal values, the sign of zero included; ``wanted`` is float32 and rounded once here."""
     expected = torch.as_tensor(wanted).to(got.dtype)
     assert got.shape == expected.shape
@@ -44,18 +38,16 @@ def assert_same_bits(got: torch.Tensor, wanted: np.ndarray | torch.Tensor) -> No
     assert torch.equal(got.view(ints), expected.contiguous().view(ints))
 
 
-def drawn(seed: int, *shape: int) -> np.ndarray:
+def drawn(seed, *shape):
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 8, (*shape[:-1], 1))).astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", q.QUANTISERS)
-def test_a_decoded_matrix_is_what_its_tensors_mean(
-    tmp_path: Path, name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_decoded_matrix_is_what_its_tensors_mean(tmp_path, name, dtype, record_property):
     @given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
-    def check(rows: int, groups: int, seed: int) -> None:
+    def check(rows, groups, seed):
         parts, values = q.QUANTISERS[name](drawn(seed, rows, 32 * groups))
         checkpoint = written(tmp_path / f"{rows}-{groups}-{seed}", parts)
         assert_same_bits(decoded(checkpoint, dtype), values)
@@ -74,7 +66,7 @@ def test_a_decoded_matrix_is_what_its_tensors_mean(
 
 
 @pytest.mark.parametrize("name", q.QUANTISERS)
-def test_a_stack_of_matrices_is_decoded_as_each_of_them(tmp_path: Path, name: str) -> None:
+def test_a_stack_of_matrices_is_decoded_as_each_of_them(tmp_path, name):
     """NVFP4 and FP8 per tensor have one scale for the whole stack here; one for each is tested below."""
     parts, values = q.QUANTISERS[name](drawn(1, 3, 70, 96))
     prefix = "model.layers.0.mlp.experts.gate_up_proj"
@@ -85,7 +77,7 @@ def test_a_stack_of_matrices_is_decoded_as_each_of_them(tmp_path: Path, name: st
     assert_same_bits(decoded(checkpoint), values)
 
 
-def test_every_code_of_e4m3_and_negative_zero(tmp_path: Path) -> None:
+def test_every_code_of_e4m3_and_negative_zero(tmp_path):
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).view(2, 127)
     parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.tensor([0.75])}
     got = decoded(written(tmp_path, parts), torch.float32)
@@ -95,7 +87,7 @@ def test_every_code_of_e4m3_and_negative_zero(tmp_path: Path) -> None:
     assert got[1, 0] == 0
 
 
-def test_every_byte_of_e2m1_pairs_under_every_exponent_that_does_not_overflow(tmp_path: Path) -> None:
+def test_every_byte_of_e2m1_pairs_under_every_exponent_that_does_not_overflow(tmp_path):
     packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(16, 1)  # [256, 32 values]
     exponents = torch.arange(256, dtype=torch.uint8).clamp(max=252).view(256, 1)  # 6 * 2^(252-127) is finite
     got = decoded(written(tmp_path, {"weight_packed": packed, "weight_scale": exponents}), torch.float32)
@@ -105,9 +97,7 @@ def test_every_byte_of_e2m1_pairs_under_every_exponent_that_does_not_overflow(tm
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 90), block=st.tuples(st.integers(1, 50), st.integers(1, 50)))
-def test_blocks_of_any_size_from_the_config_are_cut_at_both_edges(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, block: tuple[int, int]
-) -> None:
+def test_blocks_of_any_size_from_the_config_are_cut_at_both_edges(tmp_path_factory, rows, columns, block):
     parts, values = q.fp8_block(drawn(rows, rows, columns), block)
     checkpoint = written(tmp_path_factory.mktemp("block"), parts, quant_method="fp8", weight_block_size=list(block))
     assert_same_bits(decoded(checkpoint), values)
@@ -120,9 +110,7 @@ def test_blocks_of_any_size_from_the_config_are_cut_at_both_edges(
     bits=st.sampled_from([4, 8]),
     zero_points=st.booleans(),
 )
-def test_packed_integers_of_any_width(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, group: int, bits: int, zero_points: bool
-) -> None:
+def test_packed_integers_of_any_width(tmp_path_factory, rows, columns, group, bits, zero_points):
     """Rows that end inside a word, zero points whose rows do, groups that are cut; bits and group from the config."""
     parts, values = q.integers(drawn(rows, rows, columns), bits, group, zero_points=zero_points)
     scheme = {"num_bits": bits, "type": "int", "group_size": group}
@@ -135,7 +123,7 @@ def test_packed_integers_of_any_width(
     assert_same_bits(decoded(checkpoint), values)
 
 
-def test_groups_that_are_not_consecutive(tmp_path: Path) -> None:
+def test_groups_that_are_not_consecutive(tmp_path):
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(4), 16))
     parts, values = q.integers(drawn(3, 9, 64), 4, 16, order=order, zero_points=True)
     assert_same_bits(decoded(written(tmp_path / "mixed", parts)), values)
@@ -144,7 +132,7 @@ def test_groups_that_are_not_consecutive(tmp_path: Path) -> None:
     assert_same_bits(decoded(written(tmp_path / "none", parts)), values)
 
 
-def test_gpt_oss_blocks_and_scales(tmp_path: Path) -> None:
+def test_gpt_oss_blocks_and_scales(tmp_path):
     parts, values = q.mxfp4(drawn(5, 2, 6, 64))
     stored = {
         "_blocks": parts["weight"].view(torch.uint8).view(2, 6, 2, 16),
@@ -155,14 +143,14 @@ def test_gpt_oss_blocks_and_scales(tmp_path: Path) -> None:
     assert_same_bits(decoded(checkpoint), values)
 
 
-def test_a_matrix_of_more_than_one_slab_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_of_more_than_one_slab_is_decoded_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("specdec.checkpoints.quantised.coding._SLAB", 200)
     for i, (name, quantise) in enumerate(q.QUANTISERS.items()):
         parts, values = quantise(drawn(7, 150, 64))
         assert_same_bits(decoded(written(tmp_path / str(i), parts)), values), name
 
 
-def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
+def test_scales_of_activations_belong_to_no_weight(tmp_path):
     scales = [
         "self_attn.k_proj.k_scale",
         "self_attn.v_proj.v_scale",

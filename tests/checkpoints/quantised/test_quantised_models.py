@@ -1,11 +1,6 @@
 """Whole models: logits of a quantised checkpoint are those of the same one with its weights decoded, bit for bit."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +18,11 @@ EXPERTS = FAMILIES["qwen3_5_moe"] | {"dtype": "bfloat16"}
 NORMS = ("norm.weight", "layernorm.weight", "A_log", "dt_bias", "norm_embedding.weight", "norm_hidden.weight", ".bias")
 
 
-def matrix(name: str) -> bool:
+def matrix(name):
     return not name.endswith((*NORMS, "conv1d.weight"))
 
 
-def split(
-    folder: Path, source: Path, choose: Callable[[str], str | None], dtype: torch.dtype = torch.bfloat16, **config: Any
-) -> tuple[Path, Path]:
+def split(folder, source, choose, dtype=torch.bfloat16, **config):
     """Folders of the quantised checkpoint and of the decoded one."""
     tensors = load_file(source / "model.safetensors")
     stored, decoded = q.quantised(tensors, choose, dtype)
@@ -43,7 +36,7 @@ def split(
     return folder / "stored", folder / "decoded"
 
 
-def outputs(folder: Path, dtype: str, kernels: str) -> list[torch.Tensor]:
+def outputs(folder, dtype, kernels):
     """Logits of a pass of several rows, and of the MTP head where there is one."""
     target = tiny.make_target(folder, kernels=kernels, dtype=dtype, weights="decoded")
     state = target.new_state(64, tiny.needs_of(target))
@@ -56,14 +49,14 @@ def outputs(folder: Path, dtype: str, kernels: str) -> list[torch.Tensor]:
     return found
 
 
-def assert_same_outputs(stored: Path, decoded: Path, dtype: str = "bfloat16") -> None:
+def assert_same_outputs(stored, decoded, dtype="bfloat16"):
     for kernels in tiny.kernels_available():
         for got, wanted in zip(outputs(stored, dtype, kernels), outputs(decoded, dtype, kernels), strict=True):
             assert torch.equal(got, wanted), kernels
             assert got.std() > 0.01
 
 
-def mixed(name: str) -> str | None:
+def mixed(name):
     """Experts NVFP4, attention FP8, the MTP block int8, the rest as it is."""
     if not matrix(name):
         return None
@@ -78,7 +71,7 @@ def mixed(name: str) -> str | None:
 
 @pytest.mark.parametrize("layout", ["apart", "fused"])
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
-def test_a_mixture_of_formats_and_a_lying_list_of_excluded_modules(tmp_path: Path, family: str, layout: str) -> None:
+def test_a_mixture_of_formats_and_a_lying_list_of_excluded_modules(tmp_path, family, layout):
     """The config says that all is FP8 but the attention: what the files hold counts, and it is the other way round."""
     write = {"qwen3_5_moe": tiny_families.write_qwen3_5_moe, "qwen3_next": tiny_families.write_qwen3_next}[family]
     source = write(tmp_path / "source", **EXPERTS, layouts=(layout,), mtp_layout="apart")
@@ -98,13 +91,13 @@ def test_a_mixture_of_formats_and_a_lying_list_of_excluded_modules(tmp_path: Pat
     assert_same_outputs(stored, decoded)
 
 
-def test_fused_experts_with_scales_of_their_own(tmp_path: Path) -> None:
+def test_fused_experts_with_scales_of_their_own(tmp_path):
     """Stacks are parameters without ``.weight``; transformers calls their scales ``gate_up_proj_scale_inv``."""
     source = tiny_families.write_qwen3_5_moe(tmp_path / "source", **EXPERTS, layouts=("fused",), mtp_layout="fused")
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    stored: q.Tensors = {}
-    plain: q.Tensors = {}
+    stored = {}
+    plain = {}
     for name, tensor in tensors.items():
         stored[name] = plain[name] = tensor
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -119,7 +112,7 @@ def test_fused_experts_with_scales_of_their_own(tmp_path: Path) -> None:
     assert_same_outputs(tmp_path / "stored", tmp_path / "decoded")
 
 
-def test_latent_attention_splits_a_decoded_projection(tmp_path: Path) -> None:
+def test_latent_attention_splits_a_decoded_projection(tmp_path):
     source = tiny_families.write_deepseek_v3(
         tmp_path / "source", hidden=64, kv_lora=32, q_lora=32, intermediate=64, inner=32, dtype="bfloat16"
     )
@@ -128,13 +121,13 @@ def test_latent_attention_splits_a_decoded_projection(tmp_path: Path) -> None:
     assert_same_outputs(stored, decoded)
 
 
-def _latent(name: str) -> str | None:
+def _latent(name):
     if not matrix(name) or name.endswith(("gate.weight", "correction_bias", "embed_tokens.weight")):
         return None
     return "mxfp4" if ".experts." in name else "fp8-block 128x128 e8m0"
 
 
-def test_every_matrix_of_a_hybrid_model_with_head_and_embedding(tmp_path: Path) -> None:
+def test_every_matrix_of_a_hybrid_model_with_head_and_embedding(tmp_path):
     source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
     stored, decoded = split(tmp_path, source, lambda n: "int4 g16 zero points" if matrix(n) else None)
     formats = formats_of(Checkpoint.open(stored))
@@ -143,7 +136,7 @@ def test_every_matrix_of_a_hybrid_model_with_head_and_embedding(tmp_path: Path) 
     assert_same_outputs(stored, decoded)
 
 
-def test_the_stored_dtype_of_a_quantised_checkpoint_is_bfloat16(tmp_path: Path) -> None:
+def test_the_stored_dtype_of_a_quantised_checkpoint_is_bfloat16(tmp_path):
     """Packed bytes and words would outvote everything else, and no backend has a choice for uint8."""
     source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
     for name in ("nvfp4", "int4 g32", "fp8 per tensor", "int8 per channel"):

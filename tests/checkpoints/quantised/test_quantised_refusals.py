@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, WeightCheck, check_weights, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
 from specdec.errors import CheckpointError
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.mlx_layout import affine
@@ -20,13 +19,13 @@ NAME = "layers.0.mlp.up_proj.weight"
 Change = Callable[[q.Tensors], None]
 
 
-def parts_of(label: str) -> q.Tensors:
+def parts_of(label):
     """A matrix ``[200, 320]`` by the quantiser of that name, or in MLX's layout."""
     quantise = (lambda w: affine(w, 4, 64)) if label == "mlx" else q.QUANTISERS[label]
     return quantise(drawn(0, 200, 320))[0]
 
 
-def audited(folder: Path, parts: q.Tensors, shape: tuple[int, ...] = (200, 320), **quantization: Any) -> WeightCheck:
+def audited(folder, parts, shape=(200, 320), **quantization):
     """The audit of one weight, which ``Weights`` must refuse for the same reason where it is refused."""
     key = "quantization" if "scales" in parts or "biases" in parts else "quantization_config"
     config = {key: quantization} if quantization else {}
@@ -39,8 +38,8 @@ def audited(folder: Path, parts: q.Tensors, shape: tuple[int, ...] = (200, 320),
     return found
 
 
-def put(name: str, value: torch.Tensor | None) -> Change:
-    def change(parts: q.Tensors) -> None:
+def put(name, value):
+    def change(parts):
         if value is None:
             del parts[name]
         else:
@@ -49,10 +48,10 @@ def put(name: str, value: torch.Tensor | None) -> Change:
     return change
 
 
-def poke(name: str, value: float) -> Change:
+def poke(name, value):
     """One value of a tensor, the last one."""
 
-    def change(parts: q.Tensors) -> None:
+    def change(parts):
         copy = parts[name].clone()
         if copy.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
             copy.view(torch.uint8).view(-1)[-1] = int(value)
@@ -250,7 +249,7 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case: str) -> None:
+def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path, case):
     label, change, config, facts = REFUSED[case]
     parts = parts_of(label)
     assert audited(tmp_path / "sound", parts, **(MLX if label == "mlx" else {})).errors == []
@@ -265,14 +264,14 @@ def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case:
     assert "try:" in text
 
 
-def test_a_large_bias_that_overflows_is_found(tmp_path: Path) -> None:
+def test_a_large_bias_that_overflows_is_found(tmp_path):
     parts = parts_of("mlx") | {"biases": torch.full((200, 5), 3.4e38)}
     assert audited(tmp_path, parts, **MLX).non_finite == [NAME]
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("label", ["fp8-block 128x128", "fp8 per channel", "mxfp8"])
-def test_a_nan_code_anywhere_is_found(tmp_path: Path, label: str, code: int) -> None:
+def test_a_nan_code_anywhere_is_found(tmp_path, label, code):
     for i, at in enumerate((0, 12_345, -1)):
         parts = parts_of(label)
         parts["weight"] = parts["weight"].clone()
@@ -315,7 +314,7 @@ FOREIGN: dict[str, tuple[q.Tensors, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("method", FOREIGN)
-def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
+def test_other_methods_are_refused_by_name(tmp_path, method):
     parts, config, codes = FOREIGN[method]
     found = audited(tmp_path, parts, **config)
     assert found.unreadable == [(NAME, method, found.errors[0].message)]
@@ -325,7 +324,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
     assert f"the tensor {X}{codes} is quantised with {method}, which is not read" in text
 
 
-def test_a_scale_beside_a_plain_weight_is_not_applied_and_is_said(tmp_path: Path) -> None:
+def test_a_scale_beside_a_plain_weight_is_not_applied_and_is_said(tmp_path):
     """Tools leave scales beside weights that they did not quantise; the dtype decides."""
     weight = torch.ones(200, 320, dtype=torch.bfloat16)
     found = audited(tmp_path, {"weight": weight, "weight_scale": torch.tensor(2.0)})
@@ -334,7 +333,7 @@ def test_a_scale_beside_a_plain_weight_is_not_applied_and_is_said(tmp_path: Path
     assert "up_proj.weight_scale" in found.notices[0]
 
 
-def test_the_first_refusal_counts_the_others(tmp_path: Path) -> None:
+def test_the_first_refusal_counts_the_others(tmp_path):
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(4, 4).to(torch.float8_e4m3fn) for i in range(3)}
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors))
     found = check_weights(checkpoint, {f"layers.{i}.mlp.up_proj.weight": TensorSpec((4, 4)) for i in range(3)})

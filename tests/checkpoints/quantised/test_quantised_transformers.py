@@ -1,11 +1,6 @@
 """Weights that transformers' FP8 code quantised, and its own dequantisation of FP8 and MXFP4, against ours."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +18,7 @@ BLOCKS = [(128, 128), (32, 64)]
 LINEAR, STACK = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
 
 
-def operations(**settings: Any) -> tuple[Any, Any]:
+def operations(**settings):
     config = transformers.FineGrainedFP8Config(**settings)
     quantiser = SimpleNamespace(quantization_config=config)
     return library.Fp8Quantize(quantiser), library.Fp8Dequantize(quantiser)
@@ -31,9 +26,7 @@ def operations(**settings: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-def test_what_transformers_quantised_is_decoded_as_it_does(
-    tmp_path: Path, block: tuple[int, int], scale_fmt: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_what_transformers_quantised_is_decoded_as_it_does(tmp_path, block, scale_fmt, record_property):
     quantise, dequantise = operations(weight_block_size=block, scale_fmt=scale_fmt)
     weights = {LINEAR: drawn(0, 256, 384), STACK: drawn(1, 3, 128, 256)}
     stored = quantise.convert({name: torch.from_numpy(weight) for name, weight in weights.items()})
@@ -49,9 +42,7 @@ def test_what_transformers_quantised_is_decoded_as_it_does(
     record(record_property, label, "decoded weights", "transformers' Fp8Dequantize", f"{scale_fmt} scales", 0.0)
 
 
-def test_mxfp4_experts_are_decoded_as_transformers_does(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_mxfp4_experts_are_decoded_as_transformers_does(tmp_path, record_property):
     """DeepSeek-V4's: pairs in int8, exponents in E8M0; and the library's reading of the same bytes."""
     _, dequantise = operations()
     parts, _ = q.mxfp4(drawn(2, 64, 128))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -41,15 +40,15 @@ KEPT: Mapping[str, Any] = {  # quantiser -> format, and the tensors of a matrix 
 ALL = frozenset({"fp8-block", "nvfp4", "mlx-affine"})
 
 
-def opened(folder: Path, parts: q.Tensors) -> Checkpoint:
+def opened(folder, parts):
     return Checkpoint.open(write_checkpoint(folder, CONFIG, {X + name: part for name, part in parts.items()}))
 
 
-def weights(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, keeps: frozenset[str] = ALL) -> StoredWeights:
+def weights(checkpoint, dtype=torch.float32, keeps=ALL):
     return StoredWeights(checkpoint, dtype=dtype, keeps=keeps)
 
 
-def meaning(matrix: StoredMatrix) -> np.ndarray:
+def meaning(matrix):
     """The values by the docstring of ``StoredMatrix`` alone, in float64."""
     parts, codes = matrix.parts, matrix.parts["codes"].numpy()
     if matrix.format == "fp8-block":
@@ -73,11 +72,11 @@ def meaning(matrix: StoredMatrix) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path: Path, name: str) -> None:
+def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path, name):
     kept_as, quantise = KEPT[name]
 
     @given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
-    def check(rows: int, groups: int, seed: int) -> None:
+    def check(rows, groups, seed):
         parts, _ = quantise(drawn(seed, rows, 32 * groups))
         checkpoint = opened(tmp_path / f"{rows}-{groups}-{seed}", parts)
         for dtype in DTYPES:
@@ -94,7 +93,7 @@ def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_codes_are_views_of_the_file(tmp_path: Path, name: str) -> None:
+def test_codes_are_views_of_the_file(tmp_path, name):
     kept_as, quantise = KEPT[name]
     parts, _ = quantise(drawn(1, 140, 64))
     checkpoint = opened(tmp_path, parts)
@@ -106,7 +105,7 @@ def test_codes_are_views_of_the_file(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> None:
+def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path, name):
     """Slices as views where they are whole blocks, rows by index where rows share no scale; decoded otherwise."""
     kept_as, quantise = KEPT[name]
     parts, _ = quantise(drawn(2, 300, 64))
@@ -115,7 +114,7 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> N
     whole, blocks = matrix.decode(), matrix.meta["block_rows"]
 
     @given(start=st.integers(0, 299), count=st.integers(1, 300), seed=st.integers(0, 99))
-    def check(start: int, count: int, seed: int) -> None:
+    def check(start, count, seed):
         stop = min(start + count, 300)
         order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))[:count]
         for rows in (slice(start, stop), slice(128, stop), slice(start, None), slice(0, 256), order):
@@ -141,32 +140,32 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> N
 class Recording(ReferenceOps):
     """The torch reference, which keeps formats by decoding them itself, and remembers what it was given."""
 
-    def __init__(self, keeps: frozenset[str]) -> None:
+    def __init__(self, keeps):
         super().__init__(torch.float32)
         self.capabilities = attrs.evolve(self.capabilities, packed_formats=keeps)
-        self.packed: list[StoredMatrix] = []
+        self.packed = []
 
-    def weight(self, tensor: Any) -> Any:
+    def weight(self, tensor):
         assert isinstance(tensor, StoredMatrix | torch.Tensor)
         if isinstance(tensor, StoredMatrix):
             self.packed.append(tensor)
             tensor = tensor.decode()
         return super().weight(tensor)
 
-    def stack(self, tensors: Sequence[Any]) -> Any:
+    def stack(self, tensors):
         kinds = {isinstance(tensor, StoredMatrix) for tensor in tensors}
         assert len(kinds) == 1
         return super().stack([self.weight(tensor) for tensor in tensors])
 
 
-def quantised(folder: Path, family: str, name: str) -> Path:
+def quantised(folder, family, name):
     """A tiny checkpoint with every matrix in one format, the MTP head too where the layout has one."""
     source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
     if name == "mlx-affine":
         return mlx_layout.convert(folder, source, family)[0]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = CONFIG["quantization_config"]
-    stored: q.Tensors = {}
+    stored = {}
     for original, tensor in load_file(source / "model.safetensors").items():
         if tensor.dim() != 2 or not original.endswith(".weight") or "norm" in original:
             stored[original] = tensor
@@ -179,7 +178,7 @@ def quantised(folder: Path, family: str, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "nvfp4 packed", "mlx-affine"])
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3", "qwen3_5_moe"], mark="slow"))
-def test_families_hand_over_what_is_kept(tmp_path: Path, family: str, name: str) -> None:
+def test_families_hand_over_what_is_kept(tmp_path, family, name):
     """Every quantised matrix reaches ``weight`` or ``stack`` as it is stored, tables and experts too; the rest decoded.
 
     What is not handed over as it is: ``kv_b_proj``, which is split and turned, and a fused projection whose rows are

@@ -1,7 +1,5 @@
 """Drafters of trained heads conform to the contract, as strangers' plugins do: untrained heads over ``TableModel``."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.first_refiner import specdec_drafters as example_drafters
@@ -14,6 +12,6 @@ SPECS = {spec.name: spec for spec in (*specdec_drafters(), *example_drafters()) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
-def test_heads_conform(name: str) -> None:
+def test_heads_conform(name):
     subject = as_subject(Subject.DRAFTER, SPECS[name], HeadConfig(model="random"))
     check_subjects(name, {Subject.DRAFTER: subject}, effort="sample").raise_for_failures()

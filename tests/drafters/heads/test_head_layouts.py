@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -27,7 +26,7 @@ Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 Edit = Callable[[Config, Tensors], None]
 
 
-def edited(name: str, folder: Path, edit: Edit) -> Path:
+def edited(name, folder, edit):
     """A copy of a recorded head with another config or other tensors."""
     shutil.copytree(RECORDED / name, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -38,7 +37,7 @@ def edited(name: str, folder: Path, edit: Edit) -> Path:
     return folder
 
 
-def flat(config: Config, tensors: Tensors) -> None:
+def flat(config, tensors):
     """From speculators' layout to NVIDIA's: one level, layer ids nested and numbering layers."""
     layer = config.pop("transformer_layer_config")
     ids = config.pop("eagle_aux_hidden_state_layer_ids")
@@ -58,7 +57,7 @@ def flat(config: Config, tensors: Tensors) -> None:
     }
 
 
-def original(config: Config, tensors: Tensors) -> None:
+def original(config, tensors):
     """To SafeAILab's layout: the architecture says Llama, the layers are the target's, the layer is ``midlayer``."""
     flat(config, tensors)
     config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
@@ -69,12 +68,12 @@ def original(config: Config, tensors: Tensors) -> None:
             tensors[f"midlayer.{name.removeprefix('layers.0.')}"] = tensors.pop(name)
 
 
-def prefixed(config: Config, tensors: Tensors) -> None:
+def prefixed(config, tensors):
     for name in list(tensors):
         tensors[f"model.{name}"] = tensors.pop(name)
 
 
-def old_norms(config: Config, tensors: Tensors) -> None:
+def old_norms(config, tensors):
     """To the older names of the norms of each state."""
     flat(config, tensors)
     del config["fc_norm"]
@@ -82,7 +81,7 @@ def old_norms(config: Config, tensors: Tensors) -> None:
         tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{number}.weight")
 
 
-def zlab(config: Config, tensors: Tensors) -> None:
+def zlab(config, tensors):
     """From speculators' DFlash to z-lab's: one level, nested ids that number layers."""
     layer = config.pop("transformer_layer_config")
     ids, block, mask = (config[key] for key in ("aux_hidden_state_layer_ids", "block_size", "mask_token_id"))
@@ -93,14 +92,14 @@ def zlab(config: Config, tensors: Tensors) -> None:
     config["num_target_layers"] = 8
 
 
-def encoder(config: Config, tensors: Tensors) -> None:
+def encoder(config, tensors):
     """z-lab's layout with transformers' names."""
     zlab(config, tensors)
     tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
     tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
 
 
-def deepspec(config: Config, tensors: Tensors) -> None:
+def deepspec(config, tensors):
     """From speculators' DSpark to DeepSpec's: ids at the top."""
     kept = {key: config[key] for key in ("markov_rank", "markov_head_type", "sample_from_anchor")}
     zlab(config, tensors)
@@ -108,13 +107,13 @@ def deepspec(config: Config, tensors: Tensors) -> None:
     config |= nested | kept | {"architectures": ["Qwen3DSparkModel"]}
 
 
-def last_layer(config: Config, tensors: Tensors) -> None:
+def last_layer(config, tensors):
     """z-lab's layout; the last of three states is that of the target's last layer, after the final norm."""
     zlab(config, tensors)
     config["dflash_config"]["target_layer_ids"] = [0, 1, LAYERS - 1]
 
 
-def scaled(config: Config, tensors: Tensors) -> None:
+def scaled(config, tensors):
     flat(config, tensors)
     config["logit_scale"] = 4.0
     tensors["lm_head.weight"] = tensors["lm_head.weight"] / 4
@@ -136,17 +135,15 @@ def scaled(config: Config, tensors: Tensors) -> None:
         ("eagle3-fc-norm", old_norms),
     ],
 )
-def test_other_layouts_of_a_head_draft_the_same(
-    name: str, edit: Edit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_layouts_of_a_head_draft_the_same(name, edit, tmp_path, monkeypatch):
     folder = edited(name, tmp_path / "head", edit)
     assert run(Recorded.load(name, folder=folder), monkeypatch) < BOUND
 
 
-def change(*path: str, of: Edit | None = None, without: str = "", **keys: Any) -> Edit:
+def change(*path, of=None, without="", **keys):
     """Other keys in the table at ``path``, and one less, after the edit ``of``."""
 
-    def edit(config: Config, tensors: Tensors) -> None:
+    def edit(config, tensors):
         if of is not None:
             of(config, tensors)
         table = config
@@ -163,8 +160,8 @@ nvidia = partial(change, "eagle_config", of=flat)
 within = partial(change, "dflash_config", of=zlab)
 
 
-def tensor(name: str, value: torch.Tensor | None) -> Edit:
-    def edit(config: Config, tensors: Tensors) -> None:
+def tensor(name, value):
+    def edit(config, tensors):
         tensors.pop(name, None)
         if value is not None:
             tensors[name] = value
@@ -172,16 +169,16 @@ def tensor(name: str, value: torch.Tensor | None) -> Edit:
     return edit
 
 
-def both(*edits: Edit) -> Edit:
-    def edit(config: Config, tensors: Tensors) -> None:
+def both(*edits):
+    def edit(config, tensors):
         for one in edits:
             one(config, tensors)
 
     return edit
 
 
-def reshaped(name: str, *shape: int) -> Edit:
-    def edit(config: Config, tensors: Tensors) -> None:
+def reshaped(name, *shape):
+    def edit(config, tensors):
         tensors[name] = tensors[name].reshape(shape or (-1,))[: None if shape else 20].contiguous()
 
     return edit
@@ -338,7 +335,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_what_cannot_be_computed_is_refused_by_name(case, tmp_path):
     name, edit, said = REFUSED[case]
     folder = edited(name, tmp_path / "head", edit)
     with pytest.raises(SpecdecError, match=said) as refused:
@@ -346,14 +343,14 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
     assert "\n" not in refused.value.message
 
 
-def test_a_trained_mask_row_beside_the_weights_is_refused(tmp_path: Path) -> None:
+def test_a_trained_mask_row_beside_the_weights_is_refused(tmp_path):
     folder = edited("dflash", tmp_path / "head", change())
     torch.save(torch.zeros(16), folder / "mask_embedding.pt")
     with pytest.raises(SpecdecError, match=r"mask_embedding.pt beside the weights.* not supported"):
         specdec.inspect_checkpoint(folder)
 
 
-def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path: Path) -> None:
+def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path):
     shutil.copy(RECORDED / "eagle3" / "config.json", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(SpecdecError, match="pickle pytorch_model.bin, which is never opened") as refused:
@@ -368,7 +365,7 @@ def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path: Path) ->
         ("eagle3", {"hidden": 32}, "hidden size is 16, this target's is 32"),
     ],
 )
-def test_a_head_of_another_target_is_refused_with_both_figures(name: str, states: Any, said: str) -> None:
+def test_a_head_of_another_target_is_refused_with_both_figures(name, states, said):
     recorded = Recorded.load(name)
     info = {"vocab": "vocab_size", "hidden": "hidden_size"}
     for key, value in states.items():
@@ -379,13 +376,13 @@ def test_a_head_of_another_target_is_refused_with_both_figures(name: str, states
         spec.prepare(spec.config(model=str(RECORDED / name)), PrepareEnv(target=recorded.target))
 
 
-def test_boundaries_that_the_target_has_not_are_refused(tmp_path: Path) -> None:
+def test_boundaries_that_the_target_has_not_are_refused(tmp_path):
     folder = edited("eagle3", tmp_path / "head", change(eagle_aux_hidden_state_layer_ids=[1, 2, 30]))
     with pytest.raises(SpecdecError, match=r"boundaries \[1, 2, 30\], and this target has the boundaries 0 to 8"):
         Recorded.load("eagle3", folder=folder)
 
 
-def test_the_kind_and_the_name_of_the_drafter_must_agree() -> None:
+def test_the_kind_and_the_name_of_the_drafter_must_agree():
     recorded = Recorded.load("eagle3")
     spec = next(spec for spec in specdec_drafters() if spec.name == "p_eagle")
     assert spec.prepare is not None
@@ -502,13 +499,13 @@ SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", SWITCHES)
-def test_a_key_decides_its_switch_by_the_rule_of_its_layout(case: str, tmp_path: Path) -> None:
+def test_a_key_decides_its_switch_by_the_rule_of_its_layout(case, tmp_path):
     """That the switch then matters is shown by ``test_recorded_heads.py``."""
     name, edit, shows, wanted = SWITCHES[case]
     assert shows(read_layout(HeadFiles.open(str(edited(name, tmp_path / "head", edit))))) == wanted
 
 
-def test_info_shows_the_rules_that_were_taken(tmp_path: Path) -> None:
+def test_info_shows_the_rules_that_were_taken(tmp_path):
     rules = specdec.inspect_checkpoint(edited("eagle3", tmp_path / "head", flat)).to_dict()["rules"]
     assert "layers, whose output they name" in rules["hidden states"]
     assert rules["norm before fc"] == "none"

@@ -1,13 +1,8 @@
 """Heads change speed only: any output is that of plain decoding, and a ratio test keeps the target's distribution."""
 
-from __future__ import annotations
-
 import functools
 import json
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -35,27 +30,25 @@ SPECS = {spec.name: spec for spec in specdec_drafters()}
 KINDS = tuple(name for name in SPECS if name != "head")
 
 
-def prepared(kind: str, target: Any, model: str = "random") -> Any:
+def prepared(kind, target, model="random"):
     prepare = SPECS[kind].prepare
     assert prepare is not None
     return prepare(SPECS[kind].config(model=model), PrepareEnv(target=target))
 
 
-def made(kind: str, env: DrafterEnv) -> Any:
+def made(kind, env):
     return SPECS[kind].factory(SPECS[kind].config(model="random"), env)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
-def test_the_output_is_that_of_plain_decoding(
-    kind: str, family: str, kernels: str, make_target: Callable[..., Any]
-) -> None:
+def test_the_output_is_that_of_plain_decoding(kind, family, kernels, make_target):
     """Greedy and sampled, at any depths, over a real family's hidden states, with any head at any cycle."""
     target = make_target(family, kernels=kernels)
     shared = prepared(kind, target)
     around, verifier = shared.around, StrictVerifier()
 
-    def pruned(tokens: Any, rows: Any = ()) -> PrunedHead:
+    def pruned(tokens, rows=()):
         return PrunedHead(around, [around.ops.head_rows(around.lm_head, tokens, *rows)], pruned)
 
     @examples(20)
@@ -66,16 +59,16 @@ def test_the_output_is_that_of_plain_decoding(
         kept=st.lists(st.integers(0, 200), max_size=40),
         switches=st.lists(st.booleans(), min_size=1, max_size=6),
     )
-    def check(prompt: list[int], depths: list[int], sampling: Sampling, kept: list[int], switches: list[bool]) -> None:
+    def check(prompt, depths, sampling, kept, switches):
         vocabulary = PreparedVocabulary.of(pruned(kept), target.info.vocab_size) if kept else None
 
-        def make(env: DrafterEnv) -> Any:
+        def make(env):
             drafter = made(kind, env)
             if kept:
                 switched(drafter, switches)
             return drafter
 
-        options: dict[str, Any] = {"needs": around.needs, "shared": attrs.evolve(shared, vocabulary=vocabulary)}
+        options = {"needs": around.needs, "shared": attrs.evolve(shared, vocabulary=vocabulary)}
         got, stats = run_engine(target, verifier, make, prompt, 12, depths, sampling, **options)
         assert got == plain_decoding(target, verifier, prompt, 12, sampling)
         assert not stats.inactive_reason
@@ -88,7 +81,7 @@ def test_the_output_is_that_of_plain_decoding(
 VOCAB, DEPTH = 3, 2
 
 
-def reduced(folder: Path) -> None:
+def reduced(folder):
     """Cut the vocabulary of a head to the tokens 0 and 2."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -101,22 +94,20 @@ def reduced(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def law_of(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[tuple[int, ...]], tuple[Fraction, ...]]:
+def law_of(kind, folder, monkeypatch):
     """The distributions that the drafter hands over, by the tokens drafted before."""
     target = TableModel.random(VOCAB, tilt=0.5)
     shared, forced = prepared(kind, target, str(folder)), [0]
     draw = gate.draft_token
 
-    def forcing(logits: Any, drafted: Any, context: Context) -> Any:
+    def forcing(logits, drafted, context):
         _, distribution = draw(logits, drafted, context)
         return (forced[len(drafted)] if len(drafted) < len(forced) else 0), distribution
 
     monkeypatch.setattr(gate, "draft_token", forcing)
 
     @functools.cache
-    def law(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
+    def law(prefix):
         forced[:] = prefix
         state = target.new_state(16, shared.around.needs)
         one = made(kind, DrafterEnv(target=target, state=state, shared=shared))
@@ -134,9 +125,7 @@ def law_of(
 @pytest.mark.parametrize("rule", ["accept_chain", "accept_block"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "reduced"])
-def test_a_ratio_test_keeps_the_exact_joint_distribution(
-    kind: str, cut: bool, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ratio_test_keeps_the_exact_joint_distribution(kind, cut, rule, tmp_path, monkeypatch):
     """Every branch of verifying a head's drafts with the distributions it hands over, weighed with fractions."""
     info = TableModel.random(VOCAB).info
     assert isinstance(info, ModelInfo)

@@ -1,11 +1,7 @@
 """What a head's files say is taken as every tool takes it: read otherwise, the head drafts something else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -15,17 +11,17 @@ from safetensors.torch import load_file
 from specdec.drafters.heads import eagle, layout, plugin
 from specdec.drafters.heads.layout import Layout
 from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded
-from tests.drafters.heads.test_head_layouts import Config, Tensors, edited, flat, tensor
+from tests.drafters.heads.test_head_layouts import edited, flat, tensor
 from tests.drafters.heads.test_recorded_heads import BOUND, run
 
 Change = Callable[[Layout], Layout]
 
 
-def evolved(**changes: Any) -> Change:
+def evolved(**changes):
     return lambda found: attrs.evolve(found, **changes)
 
 
-def differs(recorded: Callable[[], Recorded], monkeypatch: pytest.MonkeyPatch) -> bool:
+def differs(recorded, monkeypatch):
     """Whether drafts or logits are not those of speculators' classes."""
     try:
         return not run(recorded(), monkeypatch) < BOUND
@@ -33,23 +29,23 @@ def differs(recorded: Callable[[], Recorded], monkeypatch: pytest.MonkeyPatch) -
         return True
 
 
-def misread(patch: pytest.MonkeyPatch, wrong: Change) -> None:
+def misread(patch, wrong):
     """Let every head be loaded with a layout that is changed."""
     read = layout.read_layout
     patch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
 
 
-def test_layer_ids_that_are_read_by_the_other_convention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_ids_that_are_read_by_the_other_convention_are_found(monkeypatch):
     """Read as layers, boundaries 1, 2 and 4 become 2, 3 and 5, and only their states give the same drafts."""
     assert differs(lambda: Recorded.load("eagle3", layer_ids="layer"), monkeypatch)
     assert differs(lambda: Recorded.load("dflash", layer_ids="layer"), monkeypatch)
     assert run(Recorded.load("eagle3", layer_ids="layer", states=(2, 3, 5)), monkeypatch) < BOUND
 
 
-def test_states_by_default_are_those_that_all_engines_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_by_default_are_those_that_all_engines_take(tmp_path, monkeypatch):
     """Without ids the boundaries are 2, L/2 and L - 3; read as layers they would be the next ones."""
 
-    def unsaid(config: Config, tensors: Tensors) -> None:
+    def unsaid(config, tensors):
         flat(config, tensors)
         del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
@@ -60,7 +56,7 @@ def test_states_by_default_are_those_that_all_engines_take(tmp_path: Path, monke
     assert differs(lambda: Recorded.load("eagle3", folder=folder, states=moved), monkeypatch)
 
 
-def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_of_fc_is_added(tmp_path, monkeypatch):
     """States that are moved by what the bias adds give the drafts of the head without one."""
     bias = torch.linspace(-1, 1, 16)
     folder = edited("eagle3", tmp_path / "head", tensor("fc.bias", bias))
@@ -68,7 +64,7 @@ def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fc = load_file(RECORDED / "eagle3" / "model.safetensors")["fc.weight"]
     moved = expected | {"states": expected["states"] - torch.linalg.pinv(fc) @ bias}
 
-    def biased() -> Recorded:
+    def biased():
         return Recorded.of(folder, moved, (1, 2, 4))
 
     assert run(biased(), monkeypatch) < BOUND
@@ -76,17 +72,17 @@ def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert differs(biased, monkeypatch)
 
 
-def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_head_computes_with_its_own_embedding(tmp_path, monkeypatch):
     """It drafts as one whose files repeat the embedding as the output matrix; the target's matrix drafts otherwise."""
 
-    def repeated(config: Config, tensors: Tensors) -> None:
+    def repeated(config, tensors):
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
 
-    def tied(config: Config, tensors: Tensors) -> None:
+    def tied(config, tensors):
         del tensors["lm_head.weight"]
         config["tie_word_embeddings"] = True
 
-    def drafts(folder: Path) -> list[tuple[int, ...]]:
+    def drafts(folder):
         recorded = Recorded.load("eagle3", folder=folder)
         recorded.prefill(6)
         return [recorded.drafter.propose(recorded.context(6), depth).tokens for depth in (1, 8)]
@@ -98,15 +94,15 @@ def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch
     assert drafts(folder) != wanted
 
 
-def test_a_head_without_fc_reads_the_state_after_the_final_norm(tmp_path: Path) -> None:
+def test_a_head_without_fc_reads_the_state_after_the_final_norm(tmp_path):
     """It drafts as one whose fc is the identity over that state."""
 
-    def one_state(config: Config, tensors: Tensors) -> None:
+    def one_state(config, tensors):
         flat(config, tensors)
         config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [3]
         tensors["fc.weight"] = torch.eye(tensors["fc.weight"].shape[0])
 
-    def without_fc(config: Config, tensors: Tensors) -> None:
+    def without_fc(config, tensors):
         flat(config, tensors)
         del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], tensors["fc.weight"]
         config["eagle_config"]["use_aux_hidden_state"] = False
@@ -119,13 +115,13 @@ def test_a_head_without_fc_reads_the_state_after_the_final_norm(tmp_path: Path) 
     assert drafts[0] == drafts[1]
 
 
-def built(patch: pytest.MonkeyPatch, kind: Any, **parts: Any) -> None:
+def built(patch, kind, **parts):
     """Build the networks of this kind without some of their parts."""
     of = kind.of.__func__
     patch.setattr(kind, "of", classmethod(lambda cls, *given, **named: attrs.evolve(of(cls, *given, **named), **parts)))
 
 
-def cut_as_recorded(name: str) -> bool:
+def cut_as_recorded(name):
     """Whether a draft ends before the first row whose confidence in speculators' class is below a threshold."""
     recorded = Recorded.load(name)
     for number in range(len(recorded.expected["confidence"])):
@@ -143,5 +139,5 @@ def cut_as_recorded(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["dspark", "dspark-reduced", "dspark-gated", "dspark-no-markov-confidence"])
-def test_the_confidence_is_that_of_speculators_and_cuts_the_draft(name: str) -> None:
+def test_the_confidence_is_that_of_speculators_and_cuts_the_draft(name):
     assert cut_as_recorded(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -28,13 +27,13 @@ KINDS = tuple(name for name in SPECS if name != "head")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def base(tmp_path_factory):
     """A tiny Qwen3.5 with recurrent layers, without a drafter."""
     return load_base(write_folders(tmp_path_factory.mktemp("heads")))
 
 
 @pytest.fixture(scope="module")
-def with_head(base: Any) -> Callable[..., Any]:
+def with_head(base):
     return functools.cache(
         lambda kind, **options: composed(base, {"name": kind, "model": "random", **options}, (3, 0, 5))
     )
@@ -67,9 +66,7 @@ WHOLE_LIFE: list[tuple[str, Any, Any, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(KINDS, sample=["eagle3"]))
-def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_start(
-    kind: str, make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_start(kind, make_target, monkeypatch):
     """Chunks, accepted and rejected rows, pauses, rewinds, saved and lost states leave what one chunk of tokens leaves.
 
     The native kernels promise it; the torch reference sums a prompt's recurrence in another order than single rows.
@@ -79,9 +76,9 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
     for limit, rows in {"IDLE_ROWS": 10, "WAITING_ROWS": 4, "FEED_ROWS": 3}.items():
         monkeypatch.setattr(drafter, limit, rows)
     target = make_target("qwen3_5", kernels="native", max_positions=CAPACITY)
-    subject: Any = as_subject(Subject.DRAFTER, SPECS[kind], HeadConfig(model="random"))
+    subject = as_subject(Subject.DRAFTER, SPECS[kind], HeadConfig(model="random"))
     subject = attrs.evolve(subject, needs=subject.prepare(target).around.needs)
-    seen: dict[str, int] = dict.fromkeys(("accepted", "drafted", "rewind", "restore"), 0)
+    seen = dict.fromkeys(("accepted", "drafted", "rewind", "restore"), 0)
 
     @examples(30)
     @example(prompt=[1, 2, 3, 4, 5], chunk=2, story=WHOLE_LIFE)
@@ -90,7 +87,7 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
         chunk=st.integers(1, 9),
         story=st.lists(steps, min_size=1, max_size=6),
     )
-    def check(prompt: list[int], chunk: int, story: list[tuple[str, Any, Any, Any]]) -> None:
+    def check(prompt, chunk, story):
         played = ScriptedSession.start(subject, model=target)
         played.feed(prompt, chunk)
         for what, first, second, third in story:
@@ -130,18 +127,13 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
     sampling=st.sampled_from([{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.1, "top_k": 9, "seed": 4}]),
 )
 def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_head_drafts_as_before(
-    base: Any,
-    with_head: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-    kind: str,
-    story: list[tuple[str, Any]],
-    sampling: dict[str, Any],
-) -> None:
+    base, with_head, tmp_path_factory, kind, story, sampling
+):
     session = live(with_head(kind), base, story, tmp_path_factory.getbasetemp() / f"{kind}.session", sampling)
     assert session.stats.offered
 
 
-def test_a_head_that_reads_other_states_builds_its_state_again(with_head: Callable[..., Any], tmp_path: Any) -> None:
+def test_a_head_that_reads_other_states_builds_its_state_again(with_head, tmp_path):
     """Keys of the boundaries of one convention are of no use to the other."""
     for written, read, same in (("auto", "auto", True), ("auto", "boundary", True), ("boundary", "layer", False)):
         session = with_head("dflash", layer_ids=written).session()
@@ -155,7 +147,7 @@ def test_a_head_that_reads_other_states_builds_its_state_again(with_head: Callab
             assert "saved with another states" in report["rebuilt"]
 
 
-def test_the_trained_head_of_the_embedded_model_is_accepted_often() -> None:
+def test_the_trained_head_of_the_embedded_model_is_accepted_often():
     """``drafter.name = "eagle3"`` runs at once, and its first drafts are right more often than not."""
     lm = specdec.load("demo", drafter="eagle3", depth=4)
     stats = lm.generate("def mean(values):", max_new_tokens=48).stats

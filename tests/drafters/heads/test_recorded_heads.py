@@ -4,11 +4,6 @@ Greedy ids are equal, and the logits of every step within 1e-4 of the largest: a
 several cycles, and at every depth. Source of the figures: ``tools/record_heads.py``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -21,17 +16,15 @@ BOUND = 1e-4
 DEPTHS = ((8, 1, 2, 8), (3, 8, 5, 4), (6, 7, 8, 8))  # at each of the recorded lengths
 
 
-def run(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, chunk: int = 64, depths: Sequence[int] = DEPTHS[0]
-) -> float:
+def run(recorded, monkeypatch, chunk=64, depths=DEPTHS[0]):
     """Draft at every recorded length; returns the largest relative difference of the logits.
 
     Raises: AssertionError if a drafted token is another one.
     """
-    seen: list[np.ndarray[Any, Any]] = []
+    seen = []
     mapped = PreparedHead.mapped
 
-    def watched(self: PreparedHead, *arguments: Any) -> Any:
+    def watched(self, *arguments):
         found = mapped(self, *arguments)
         seen.append(found.rows())
         return found
@@ -58,7 +51,5 @@ def run(
 
 @pytest.mark.parametrize(("chunk", "depths"), [(64, DEPTHS[0]), (1, DEPTHS[1]), (5, DEPTHS[2])])
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_are_those_of_speculators(
-    name: str, chunk: int, depths: Sequence[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_those_of_speculators(name, chunk, depths, monkeypatch):
     assert run(Recorded.load(name), monkeypatch, chunk, depths) < BOUND

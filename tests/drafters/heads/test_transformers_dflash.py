@@ -7,7 +7,6 @@ Sliding layers are left out: transformers' mask and its cache count a window dif
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +46,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Scaled(torch.nn.Embedding):
     """A target's embedding that multiplies by 4."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return 4 * super().forward(tokens)
 
 
 @torch.no_grad()
-def generated(variant: str, folder: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
+def generated(variant, folder):
     """Save a random head; returns what the generator drafts at every length, and the boundaries of its states."""
     transformers = pytest.importorskip("transformers")
     config_of = transformers.MuseGlimmerAssistantConfig
@@ -101,14 +100,14 @@ def generated(variant: str, folder: Path) -> tuple[dict[str, torch.Tensor], list
     return expected, [min(k, LAYERS - 1) for k in boundaries]  # the last layer's state comes after the final norm
 
 
-def scale_embedding(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+def scale_embedding(monkeypatch, scale):
     """Let the target scale what it embeds."""
     shared = RecordedTarget.shared_weights
     monkeypatch.setattr(RecordedTarget, "shared_weights", lambda self: attrs.evolve(shared(self), embed_scale=scale))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_drafts_are_those_of_transformers(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_those_of_transformers(variant, tmp_path, monkeypatch):
     expected, boundaries = generated(variant, tmp_path / "head")
     if variant == "scaled embedding":
         scale_embedding(monkeypatch, 4.0)
