@@ -6,9 +6,7 @@ from click.testing import CliRunner
 
 import specdec
 from specdec.cli import main
-from specdec.registry import Registry, use_registry
-
-LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
+from specdec.registry import BUILT_INS, Registry, use_registry
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def invoke():
     """``invoke("generate", "-n", "3")`` -> exit_code, stdout, stderr; only built-in plugins, unless it is told."""
 
     def invoke(*args, registry=None, stdin=None):
-        former = use_registry(registry or Registry(LIGHT, entry_points=()))
+        former = use_registry(registry or Registry(BUILT_INS, entry_points=()))
         before = dict(main.commands)
         main.extended = False
         try:

@@ -7,17 +7,15 @@ import signal
 import pytest
 
 from specdec.measuring.runs import Measurement
-from specdec.registry import BUILT_INS, Registry
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
-OWN = Registry(BUILT_INS, entry_points=())
 SHORT = ("--per-class", "1", "-n", "8", "--depth", "2")
 
 
 @pytest.fixture
 def accept(invoke):
-    return lambda *args, **kwargs: invoke("accept", *args, registry=OWN, **kwargs)
+    return lambda *args, **kwargs: invoke("accept", *args, **kwargs)
 
 
 def test_tables_for_people(accept):
@@ -118,7 +116,7 @@ def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
     trace = tmp_path / "trace.jsonl"
     for prompt in ("def f(x):", "Once upon a time"):
         settings = ["-n", "24", "-s", "drafter.name=ngram", "-s", "generation.ignore_eos=true"]
-        made = invoke("generate", "--trace", trace, "-p", prompt, *settings, registry=OWN)
+        made = invoke("generate", "--trace", trace, "-p", prompt, *settings)
         assert made.exit_code == 0, made.stderr
     done = accept("--trace", trace, "-s", "drafter.name=ngram", "--depth", "3", "--json")
     assert done.exit_code == 0, done.stderr

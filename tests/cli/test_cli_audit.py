@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from specdec.registry import BUILT_INS, Registry
 from tests.completion_stub import Toy, json_reply, stub
 
 
 @pytest.fixture
 def audit(invoke):
-    return lambda *args, **kwargs: invoke("audit", *args, registry=Registry(BUILT_INS, entry_points=()), **kwargs)
+    return lambda *args, **kwargs: invoke("audit", *args, **kwargs)
 
 
 @pytest.fixture(scope="module")

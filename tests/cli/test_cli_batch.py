@@ -9,7 +9,6 @@ import pytest
 
 import specdec
 from specdec.decoding.batch import Batch
-from specdec.registry import BUILT_INS, Registry
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -21,7 +20,7 @@ def batch(invoke, tmp_path):
     def run(text, *options):
         (tmp_path / "p.txt").write_text(text)
         command = ("batch", "demo", "--prompts", tmp_path / "p.txt", *options)
-        return invoke(*command, registry=Registry(BUILT_INS, entry_points=()))
+        return invoke(*command)
 
     return run
 

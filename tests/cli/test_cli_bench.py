@@ -12,7 +12,6 @@ import specdec
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement
 from specdec.records.cost_table import CostTable
-from specdec.registry import BUILT_INS, Registry
 
 SHORT = ("--classes", "code,factual", "--per-class", "1", "--max-new-tokens", "8")
 
@@ -25,7 +24,7 @@ COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 @pytest.fixture
 def bench(invoke, monkeypatch):
     monkeypatch.setattr("specdec.measuring.bench.measure_costs", lambda lm: COSTS)
-    return lambda *args: invoke("bench", *args, registry=Registry(BUILT_INS, entry_points=()))
+    return lambda *args: invoke("bench", *args)
 
 
 def test_tables_for_people(bench):

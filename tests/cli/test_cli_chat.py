@@ -10,7 +10,6 @@ import pytest
 import specdec
 from specdec.decoding.conversation import Conversation
 from specdec.errors import PluginError, PromptError, SessionFileError, StateError
-from specdec.registry import BUILT_INS, Registry
 from specdec.text import ChatTemplate
 
 STRIPPING = """\
@@ -214,7 +213,7 @@ def test_a_refused_message_changes_nothing(demo):
 @pytest.fixture
 def chat(invoke):
     def chat(stdin, *args):
-        return invoke("chat", *args, stdin=stdin, registry=Registry(BUILT_INS, entry_points=()))
+        return invoke("chat", *args, stdin=stdin)
 
     return chat
 

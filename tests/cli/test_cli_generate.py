@@ -10,9 +10,6 @@ from cli_fakes import FakeStream
 from specdec.cli.options import SAMPLE_PROMPT, SAMPLE_SETTINGS
 from specdec.config import Choice
 from specdec.errors import PromptError
-from specdec.registry import BUILT_INS, Registry
-
-OWN = Registry(BUILT_INS, entry_points=())
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, models):
@@ -107,7 +104,7 @@ def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke)
             " times plain decoding: ",
         ),
     ):
-        done = invoke("generate", "-p", "def f(x):", "--compare", "--depth", 2, *options, registry=OWN)
+        done = invoke("generate", "-p", "def f(x):", "--compare", "--depth", 2, *options)
         assert done.exit_code == 0, done.stderr
         assert told in done.stderr
         assert ratio in " ".join(done.stderr.split())
@@ -121,7 +118,7 @@ def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, mon
         ("--raw", "not in the chat template; --chat puts it"),
         ("--chat", "--raw continues it as text"),
     ):
-        done = invoke("generate", "-p", "def f(", option, "-s", "generation.logit_bias={2=1e6}", registry=OWN)
+        done = invoke("generate", "-p", "def f(", option, "-s", "generation.logit_bias={2=1e6}")
         assert done.exit_code == 0, done.stderr
         assert "the model ended with its first token: the prompt was" in done.stderr
         assert told in done.stderr
@@ -131,9 +128,9 @@ def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, mon
         raise PromptError("something")
 
     monkeypatch.setattr("specdec.decoding.stream.Stream.__iter__", fails)
-    done = invoke("generate", "-p", "x", registry=OWN)
+    done = invoke("generate", "-p", "x")
     assert (done.exit_code, done.stdout) == (2, "text\n")
-    done = invoke("generate", registry=OWN)  # the sample, whose prompt is echoed
+    done = invoke("generate")  # the sample, whose prompt is echoed
     assert done.stderr == f"{SAMPLE_PROMPT}\nPromptError: something\n"
 
 

@@ -9,7 +9,6 @@ import pytest
 import specdec
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.token_counts import BLOCK, HELD_OUT, always_kept
-from specdec.registry import BUILT_INS, Registry
 
 TEXT = "".join(f"def area_{i}(width, height):\n    return width * height  # line {i}\n\n\n" for i in range(400))
 
@@ -21,7 +20,7 @@ def lm(loaded_once):
 
 @pytest.fixture
 def run(invoke, loaded_once):
-    return lambda *args: invoke("vocab", *args, registry=Registry(BUILT_INS, entry_points=()))
+    return lambda *args: invoke("vocab", *args)
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ import shlex
 import pytest
 
 from specdec.cli import main
-from specdec.registry import BUILT_INS, Registry
 from tests.completion_stub import Toy, stub
 
-OWN = Registry(BUILT_INS, entry_points=())
 SERVERS = "audit --server {url} --server {url}"
 HUGE = "9" * 30
 
@@ -152,9 +150,7 @@ def refused(invoke, url, tmp_path, monkeypatch):
     """Check that a command line is refused with a text, in a folder of prepared files."""
 
     def refused(line, text):
-        done = invoke(
-            *shlex.split(line.format(url=url)), registry=OWN, stdin="Hello\n" if line.startswith("chat") else None
-        )
+        done = invoke(*shlex.split(line.format(url=url)), stdin="Hello\n" if line.startswith("chat") else None)
         assert done.exit_code == 2, done.output
         assert text in " ".join(done.stderr.split())
         assert "Traceback" not in done.output
