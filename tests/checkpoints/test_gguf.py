@@ -283,10 +283,13 @@ def _joined(text: str, tokens: list[str], order: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("matrices", ["Q8_0", "Q4_0", "Q5_1"])
-def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, matrices: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "matrices"), [("qwen2", "Q8_0"), ("qwen2", "Q4_0"), ("qwen2", "Q5_1"), ("gpt_oss", "MXFP4")]
+)
+def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, family: str, matrices: str) -> None:
     """With packed weights: plain and speculative tokens agree, and plain ones with those of the decoded model."""
-    folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
+    shape = {"qwen2": {"heads": 4, "head_dim": 16}, "gpt_oss": SHAPES["gpt_oss"]["released"]}[family]
+    folder = tiny.WRITERS[family](tmp_path / "folder", **shape | {"hidden": 64, "intermediate": 96})
     file = write_gguf(tmp_path / "one.gguf", folder, matrices=matrices)
     tokens = [
         specdec.load(str(file), drafter=drafter, weights=weights, activations="float", dtype="float32").generate(
