@@ -105,9 +105,9 @@ def saved(writer: gguf.GGUFWriter, file: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def copied(reader: gguf.GGUFReader, file: pathlib.Path, *, fields: bool = True) -> gguf.GGUFWriter:
-    """A writer of another Llama file, with the metadata of this one if ``fields``."""
-    writer = gguf.GGUFWriter(file, "llama")
+def copied(reader: gguf.GGUFReader, file: pathlib.Path, *, fields: bool = True, arch: str = "llama") -> gguf.GGUFWriter:
+    """A writer of another file of the same architecture, with the metadata of this one if ``fields``."""
+    writer = gguf.GGUFWriter(file, arch)
     for field in reader.fields.values() if fields else ():
         if not field.name.startswith(("GGUF.", "general.architecture")):
             kinds = [*field.types, None]

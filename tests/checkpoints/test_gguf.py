@@ -41,6 +41,7 @@ from tests.selection import cases, examples
 from tests.tiny import kernels_available, make_ops, write_qwen3
 from tests.tiny_families import SHAPES, write_llama, write_qwen2
 
+KINDS = gguf.GGMLQuantizationType
 BLOCK_TYPES = [block.name for block in BLOCKS.values() if block.group]
 FAMILIES: dict[str, Callable[..., Path]] = {"llama": write_llama, "qwen2": write_qwen2, "qwen3": write_qwen3}
 
@@ -205,8 +206,35 @@ def test_the_converters_changes_are_undone(tmp_path: Path, family: str) -> None:
         assert drafts[0] == drafts[1]
 
 
-def test_a_matrix_whose_blocks_are_wider_than_a_head_is_refused(tmp_path: Path) -> None:
-    """The columns of ``ssm_out`` are in another order, and blocks cannot be cut."""
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "Q5_1"])
+def test_blocks_of_several_value_heads_are_brought_into_order(tmp_path: Path, kind: str) -> None:
+    """Those of ``ssm_out``, decoded and packed: the values of the format, with every head's columns in its group."""
+    keys, ratio, width = 2, 4, 96
+    shape = {"key_heads": keys, "value_heads": keys * ratio, "value_dim": width, "layer_types": ["linear_attention"]}
+    whole = write_gguf(tmp_path / "whole.gguf", tiny.WRITERS["qwen3_5"](tmp_path / "folder", **shape, mtp=False))
+    reader, rows = gguf.GGUFReader(whole), 48
+    blocks = random_blocks(kind, rows * keys * ratio * width // gguf.GGML_QUANT_SIZES[getattr(KINDS, kind)][0], 7)
+    writer = copied(reader, tmp_path / "one.gguf", arch="qwen35")
+    for tensor in reader.tensors:
+        if tensor.name.endswith("ssm_out.weight"):
+            writer.add_tensor(tensor.name, blocks.reshape(rows, -1), raw_dtype=getattr(KINDS, kind))
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    dealt = gguf.quants.dequantize(blocks, getattr(KINDS, kind)).reshape(rows, ratio, keys, width)
+    expected = torch.from_numpy(dealt.swapaxes(1, 2).reshape(rows, -1).copy())
+    name = "layers.0.linear_attn.out_proj.weight"
+    file = saved(writer, tmp_path / "one.gguf")
+    with format_of(file).open(file) as checkpoint:
+        assert torch.equal(StoredWeights(checkpoint, dtype=torch.float32)[name], expected)
+        for kernels in kernels_available():
+            ops = make_ops(kernels, "float32")
+            stored = StoredWeights(checkpoint, dtype=torch.float32, keeps=ops.capabilities.packed_formats)
+            got = ops.to_host(ops.embed(ops.weight(stored.matrix(name)), range(rows)))
+            assert torch.equal(got, expected), kernels
+
+
+def test_columns_of_several_heads_with_one_scale_are_refused(tmp_path: Path) -> None:
+    """The columns of ``ssm_out`` are in another order, and a group cannot be cut."""
     shape = {**tiny.QWEN3_5_SHAPES["r3-gqa3-untied"], "value_dim": 16, "value_heads": 4, "key_heads": 2}
     folder = tiny.WRITERS["qwen3_5"](tmp_path / "folder", **shape)
     file = write_gguf(tmp_path / "one.gguf", folder, matrices="Q8_0")
@@ -284,11 +312,13 @@ def _joined(text: str, tokens: list[str], order: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "matrices"), [("qwen2", "Q8_0"), ("qwen2", "Q4_0"), ("qwen2", "Q5_1"), ("gpt_oss", "MXFP4")]
+    ("family", "matrices"),
+    [("qwen2", "Q8_0"), ("qwen2", "Q4_0"), ("qwen2", "Q5_1"), ("gpt_oss", "MXFP4"), ("qwen3_5", "Q8_0")],
 )
 def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, family: str, matrices: str) -> None:
     """With packed weights: plain and speculative tokens agree, and plain ones with those of the decoded model."""
-    shape = {"qwen2": {"heads": 4, "head_dim": 16}, "gpt_oss": SHAPES["gpt_oss"]["released"]}[family]
+    shapes = {"qwen2": {"heads": 4, "head_dim": 16}, "gpt_oss": SHAPES["gpt_oss"]["released"]}
+    shape = shapes.get(family, {"value_dim": 32, "value_heads": 6})
     folder = tiny.WRITERS[family](tmp_path / "folder", **shape | {"hidden": 64, "intermediate": 96})
     file = write_gguf(tmp_path / "one.gguf", folder, matrices=matrices)
     tokens = [

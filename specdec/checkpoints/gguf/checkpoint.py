@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REALS, REQUIRED, SQUEEZED, TOP
+from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REALS, REQUIRED, SQUEEZED, TOP, Columns
 from specdec.checkpoints.gguf.file import GgufFile, GgufTensor
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, shown
@@ -239,7 +239,11 @@ class _Reader:
             change = self.architecture.changes(part, config, tensor.dtype)
             if canonical in found:
                 raise self._error(f"holds the tensor {canonical} under two names, {shown(name)} the second")
-            found[canonical] = tensor if change is None else attrs.evolve(tensor, change=change)
+            if isinstance(change, Columns):
+                tensor = attrs.evolve(tensor, columns=change)
+            elif change is not None:
+                tensor = attrs.evolve(tensor, change=change)
+            found[canonical] = tensor
         return found
 
     def _canonical(self, name: str, layers: int) -> tuple[str, str]:
