@@ -26,7 +26,7 @@ import specdec
 from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.packed import HEADER, Header, Packer
 from specdec.checkpoints import Checkpoint, StoredWeights, format_of
-from specdec.checkpoints.gguf import read_gguf
+from specdec.checkpoints.gguf import generation_config, read_gguf
 from specdec.checkpoints.gguf.blocks import BLOCKS
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.checkpoints.quantised.stored import RowParts
@@ -240,6 +240,22 @@ def test_columns_of_several_heads_with_one_scale_are_refused(tmp_path: Path) -> 
     file = write_gguf(tmp_path / "one.gguf", folder, matrices="Q8_0")
     with pytest.raises(CheckpointError, match="ssm_out is stored as Q8_0"):
         specdec.load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|endoftext|>", "<|end|>", "<|call|>"], [0, 1]),
+        (["<|return|>", "<|endoftext|>", "<|end|>", "<|call|>"], [0, 1, 3]),
+        (["<|return|>", "<|im_end|>", "<|end|>"], [0, 1, 2]),
+    ],
+)
+def test_a_message_is_no_text_in_the_format_of_gpt_oss(tmp_path: Path, special: list[str], ends: list[int]) -> None:
+    """``<|end|>`` ends a generation but where ``<|return|>`` and ``<|call|>`` do."""
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "gpt-oss")
+    writer.add_token_list(special)
+    writer.add_eos_token_id(0)
+    assert generation_config(read_gguf(saved(writer, tmp_path / "one.gguf"))) == {"eos_token_id": ends}
 
 
 @pytest.mark.parametrize(
