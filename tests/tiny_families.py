@@ -100,6 +100,23 @@ def _gemma3_layer(draw: _Draw, layer: Tensors) -> Tensors:
     return _with_norms(draw, layer, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
+def _gpt_oss_layer(draw: _Draw, layer: Tensors) -> Tensors:
+    """Attention with sinks and biases; experts as in the checkpoints in BF16, gate and up columns in turn."""
+    inner, hidden = layer["mlp.gate_proj.weight"].shape
+    kept = {name: tensor for name, tensor in layer.items() if not name.startswith("mlp.")}
+    rows = {name: layer[f"self_attn.{name}_proj.weight"].shape[0] for name in "qkvo"}
+    biases = {f"self_attn.{name}_proj.bias": draw.normal(size, std=0.3) for name, size in rows.items()}
+    stacks = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    matrices = {name: torch.stack([draw.matrix(*size, 1.5) for _ in range(5)]) for name, size in stacks.items()}
+    experts = {
+        **{f"experts.{name}_proj": stack.transpose(1, 2) for name, stack in matrices.items()},
+        **{f"experts.{name}_proj_bias": draw.normal(5, size[0], std=0.3) for name, size in stacks.items()},
+        "router.weight": draw.matrix(5, hidden, 1.5),
+        "router.bias": draw.normal(5, std=0.5),
+    }
+    return kept | biases | {"self_attn.sinks": draw.normal(rows["q"] // 12, std=2.0)} | _under("mlp.", experts)
+
+
 def _olmo2_layer(draw: _Draw, layer: Tensors) -> Tensors:
     """Norms behind attention and MLP, and over all heads."""
     rows = {name: layer[f"self_attn.{name}_proj.weight"].shape[0] for name in "qk"}
@@ -133,7 +150,12 @@ MOE_KEYS = {
 }
 LIKE_LLAMA: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "edit": _gemma3_layer, "keys": GEMMA3_KEYS, "logit_spread": 0.5},
+    "gpt_oss": {
+        "edit": _gpt_oss_layer,
+        "keys": {"attention_bias": True, "mlp_bias": None, "num_local_experts": 5, "num_experts_per_tok": 2},
+    },
     "granite": {"keys": {"attention_multiplier": 0.3}},
+    "ministral3": {},
     "mistral": {},
     "olmo2": {"edit": _olmo2_layer},
     "phi3": {"edit": _phi3_layer, "keys": {"pad_token_id": 0}},
@@ -309,6 +331,12 @@ def yarn(original: int, factor: float, **more: Any) -> dict[str, Any]:
     return {"type": "yarn", "factor": factor, "original_max_position_embeddings": original, **more}
 
 
+def _rope(original: int, factor: float, **more: Any) -> dict[str, Any]:
+    """``rope_parameters`` of YaRN, as newer files have them, and no ``rope_theta`` at the top."""
+    parameters = {**yarn(original, factor, **more), "rope_theta": 1e4}
+    return {"rope_theta": None, "rope_parameters": parameters | {"rope_type": parameters.pop("type")}}
+
+
 _DEEPSEEK_YARN = yarn(24, 8.0, beta_fast=4, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)  # 83 tokens are far beyond it
 
 # Odd sizes throughout; every expert layout, also mixed; more than one shape of each branch.
@@ -396,6 +424,31 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "factors": shape(keys={"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}),
         "untied": shape(tied=False, heads=3, kv_heads=3, head_dim=16, keys={"logits_scaling": 0.5}),
     },
+    "gpt_oss": {
+        "released": shape(
+            "layers=3 hidden=36 intermediate=22",
+            tied=False,
+            keys={"sliding_window": 7, **_rope(24, 8.0, beta_fast=4, truncate=False)},
+        ),
+        "typed": shape(
+            "heads=6 kv_heads=6",
+            tied=False,
+            keys={
+                "sliding_window": 40,
+                "layer_types": ["full_attention", "sliding_attention"],
+                "swiglu_limit": 0.8,
+                **_rope(24, 4.0),
+            },
+        ),
+    },
+    "ministral3": {
+        "released": shape(keys=_rope(24, 8.0, beta_fast=4, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)),
+        "window": shape(
+            "head_dim=20 heads=3 kv_heads=1",
+            tied=False,
+            keys={"sliding_window": 11, **_rope(9, 3.0, beta_fast=4, llama_4_scaling_beta=0.1)},
+        ),
+    },
     "mistral": {
         "window": shape(tied=False, keys={"sliding_window": 11}, head_dim=20),
         "none": shape(tied=False, keys={"sliding_window": None}, heads=6, kv_heads=2, head_dim=8),
@@ -456,7 +509,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 }
 TRANSFORMERS = {
     "gemma3": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",

@@ -27,6 +27,7 @@ _ROWS = {  # operation -> its arguments with a row per token
     "conv_window": ("x",),
     "gated_delta": ("u", "a", "b"),
     "norm_rope": ("x",),
+    "scale_by_position": ("x",),
 }
 
 

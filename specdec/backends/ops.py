@@ -36,6 +36,7 @@ __all__ = [
     "Array",
     "Cache",
     "Capabilities",
+    "Clamp",
     "DeltaCache",
     "DeltaShape",
     "HeadRows",
@@ -137,6 +138,18 @@ class Routing:
 
 
 @attrs.frozen(kw_only=True)
+class Clamp:
+    """The gating of ``Ops.clamped_moe``: ``(u + 1) g sigmoid(alpha g)``, with the gate's value g clamped to at most
+    ``limit`` and the other one, u, to ``-limit`` to ``limit``.
+
+    Source: the gpt-oss model card, arXiv:2508.10925, section 2.2.
+    """
+
+    alpha: float
+    limit: float
+
+
+@attrs.frozen(kw_only=True)
 class DeltaShape:
     """Sizes of one gated delta-rule layer."""
 
@@ -228,11 +241,13 @@ class Ops(abc.ABC):
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> Cache:
         """Create a cache for the keys and values of one attention layer: ``capacity`` rows, one per token, act."""
 
-    def new_window(self, capacity: int, window: int, kv_heads: int, head_dim: int) -> Cache:
+    def new_window(self, capacity: int, window: int, kv_heads: int, head_dim: int, sinks: Array | None = None) -> Cache:
         """Create a cache as ``new_kv`` does, in which a row attends to the last ``window`` rows only, its own included.
 
-        It keeps all ``capacity`` rows, so that it can be truncated to any length.
-        Source: Beltagy, Peters and Cohan 2020, arXiv:2004.05150, section 3.1 (one-sided).
+        With 0 it attends to all. ``sinks [nq]``, a result of ``vector``, are scores, one per query head, that join
+        every softmax and have no value. It keeps all ``capacity`` rows, so that it can be truncated to any length.
+        Sources: Beltagy, Peters and Cohan 2020, arXiv:2004.05150, section 3.1 (one-sided); learned sinks: the gpt-oss
+        model card, arXiv:2508.10925, section 2.2.
         """
         raise self._lacks("new_window")
 
@@ -315,6 +330,13 @@ class Ops(abc.ABC):
         """``x * factor`` of every element, rounded once."""
         return x * factor
 
+    def scale_by_position(self, x: Array, beta: float, length: int, position: int) -> Array:
+        """``x (1 + beta ln(1 + floor(p / length)))`` of every row of ``x [T, H]``, rounded once; p is position + t.
+
+        Source: the queries of Llama 4 and Ministral 3 at long contexts, as their reference code scales them.
+        """
+        raise self._lacks("scale_by_position")
+
     def add(self, a: Array, b: Array) -> Array:
         """``a + b`` of two activations ``[T, H]``, rounded once."""
         return a + b
@@ -362,6 +384,23 @@ class Ops(abc.ABC):
         in order, the shared expert and the residual, and is rounded once. An expert is read once per pass.
         """
         raise self._lacks("moe")
+
+    def clamped_moe(
+        self,
+        x: Array,
+        router: tuple[Array, Array],
+        routing: Routing,
+        experts: tuple[Array, Array, Array],
+        biases: tuple[Array, Array, Array],
+        clamp: Clamp,
+        residual: Array,
+    ) -> Array:
+        """``route`` and ``moe`` of experts with biases and the gating of ``clamp``: ``[T, H]`` act.
+
+        ``router`` is its weight ``[E, H]`` and the bias ``[E]`` of its logits; ``biases`` are those of gate and up
+        ``[E, I]`` and down ``[E, H]``. All biases are results of ``vector``. Products with a bias are rounded to act.
+        """
+        raise self._lacks("clamped_moe")
 
     # --- attention -------------------------------------------------------------------------------------------------
 

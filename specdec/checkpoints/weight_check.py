@@ -41,7 +41,7 @@ class TensorSpec:
 class WeightCheck:
     """The result of a weight check. Names are canonical; a weight stored in several tensors has one name.
 
-    ``unused`` excludes vision and audio towers (see ``ignored``) and activation scales (see ``notices``).
+    ``unused`` excludes vision and audio towers, and activation scales (see ``notices``).
     """
 
     missing: list[str]
@@ -51,7 +51,6 @@ class WeightCheck:
     all_zero: list[str]  # matrices, and norms whose effective scale is 0; zero biases are normal
     non_finite: list[str]
     contradictions: list[str]  # between config.json and the files as a whole
-    ignored: list[str]  # names in the files
     errors: list[CheckpointError]  # the most informative first; of the model without its MTP head
     head_errors: list[CheckpointError]  # of the MTP head, without which the model still runs
     notices: list[str]  # one sentence each
@@ -118,7 +117,6 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
         all_zero=all_zero,
         non_finite=non_finite,
         contradictions=[error.message for error in contradictions],
-        ignored=list(formats.ignored),
         errors=[*contradictions, *errors_of(head=False)],
         head_errors=errors_of(head=True),
         notices=[

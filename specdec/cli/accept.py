@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,7 +19,6 @@ from specdec.config import Choice, Override, RunConfig
 if TYPE_CHECKING:
     from specdec.measuring import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
-    from specdec.measuring.traffic import TrafficReport
 
 SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json and --csv have all
 SHOWN_MISMATCHES = 5
@@ -142,31 +141,31 @@ def _judge_traffic(
         with interruptible(traffic):
             report = traffic.run()
     if as_json:
-        output.print_json(report.to_dict())
+        output.print_json(report)
     else:
         _show_traffic(report)
-    if report.partial:
-        output.interrupted(ctx, f"this covers {report.done} of {report.planned} requests")
+    if report["done"] < report["planned"]:
+        output.interrupted(ctx, f"this covers {report['done']} of {report['planned']} requests")
 
 
-def _show_traffic(report: TrafficReport) -> None:
+def _show_traffic(report: Mapping[str, Any]) -> None:
     console = output.console()
-    each = report.tokens_per_pass
+    passes, each = report["passes"], report["tokens_per_pass"]
     rows = [
-        ("drafter", f"{report.drafter} at depth {report.depth}"),
-        ("traffic", f"{output.count(report.done, 'request')} recorded by {', '.join(report.hosts)}"),
-        ("generated", output.count(report.tokens, "token")),
-        ("passes", f"{report.passes} instead of {report.tokens}: {each:.2f} tokens per pass" if each else "none"),
-        ("drafting", f"{1e3 * report.draft_seconds / max(report.passes, 1):.3g} ms per pass, on this machine"),
+        ("drafter", f"{report['drafter']} at depth {report['depth']}"),
+        ("traffic", f"{output.count(report['done'], 'request')} recorded by {', '.join(report['hosts'])}"),
+        ("generated", output.count(report["tokens"], "token")),
+        ("passes", f"{passes} instead of {report['tokens']}: {each:.2f} tokens per pass" if each else "none"),
+        ("drafting", f"{1e3 * report['draft_seconds'] / max(passes, 1):.3g} ms per pass, on this machine"),
     ]
-    if report.failed:
-        rows.append(("switched off", f"in {report.failed} requests: {report.reason}"))
-    if report.cut_line:
-        rows.append(("left out", f"line {report.cut_line}, the last one, which is incomplete"))
+    if report["failed"]:
+        rows.append(("switched off", f"in {report['failed']} requests: {report['reason']}"))
+    if report["cut_line"]:
+        rows.append(("left out", f"line {report['cut_line']}, the last one, which is incomplete"))
     console.print(output.facts(rows))
-    if report.offered:
+    if report["offered"]:
         console.print()
-        console.print(acceptance_table(attrs.asdict(report)))
+        console.print(acceptance_table(report))
     console.print("\nPasses are counted, not timed: specdec accept without --trace prices them on a model.")
 
 

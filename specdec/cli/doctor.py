@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from specdec.cli import output
 from specdec.cli.options import FILE, integer, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.records.store import weights_folder
 
 SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "weights", "max_rows")
 
@@ -21,10 +23,16 @@ SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels",
 @click.argument("model", type=FILE, required=False)
 @settings_option("target.backend=metal", help="Override a key of [target]")
 @integer("--context", "Also compare after N tokens: kernels may depend on length")
+@click.option("--clear-weights", is_flag=True, help="First delete the rounded weights that loads have kept.")
 @output.json_option
 @click.pass_context
 def doctor(
-    ctx: click.Context, model: str | None, settings: tuple[str, ...], context: int | None, as_json: bool
+    ctx: click.Context,
+    model: str | None,
+    settings: tuple[str, ...],
+    context: int | None,
+    clear_weights: bool,
+    as_json: bool,
 ) -> None:
     """Report what this machine can guarantee.
 
@@ -43,6 +51,9 @@ def doctor(
         raise click.UsageError(f"{' and '.join(unused)} {need} a MODEL: specdec doctor demo {unused[0]} ...")
     config = None if model is None else _config(model, settings)
 
+    if clear_weights:
+        _clear_weights()
+
     from specdec.doctor import examine_machine
 
     with output.status("inspecting this machine"):
@@ -56,6 +67,18 @@ def doctor(
         _show_machine(machine)
     if examined is not None and examined["promise"]["broken"]:
         ctx.exit(output.BROKEN_PROMISE)
+
+
+def _clear_weights() -> None:
+    folder = weights_folder()
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UnsupportedError(
+            f"the kept weights cannot be deleted: {error.strerror or error}", folder=folder
+        ) from error
 
 
 def _config(model: str, settings: tuple[str, ...]) -> RunConfig:

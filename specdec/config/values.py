@@ -102,7 +102,8 @@ class TargetConfig:
     # of products with packed integers: as they are, or rounded to int8; "auto" rounds those of GGUF files
     activations: str = attrs.field(default="auto", validator=one_of("auto", "float", "int8"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
-    decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))  # a folder
+    # a folder, or "off"
+    decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))
     source: str = _source()
 
 

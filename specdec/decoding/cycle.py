@@ -73,7 +73,7 @@ def cycle(
     """
     with sequence.changing():
         position, started = len(sequence.tokens), perf_counter()
-        sequence.context.cycle = sequence.counts.cycle + 1
+        sequence.context.cycle = sequence.stats.cycles + 1
         draft = _allowed(sequence, Draft(predicted) if predicted else _drafted(sequence, depth, stats), stats)
         drafted = perf_counter()
         with sequence.running("decode"):

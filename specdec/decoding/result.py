@@ -1,9 +1,8 @@
-"""The result of a generation: text, tokens, counters of draft acceptance and time, and how they look in a notebook."""
+"""The result of a generation: text, tokens, counters of draft acceptance and time."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -57,27 +56,9 @@ class RunStats(Stats):
         """Generated tokens per second of decoding, prefill excluded; 0 when nothing was generated."""
         return self.tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Labels and values for people."""
-        drafted, kept, about = sum(self.offered), sum(self.accepted), self.speculation()
-        each = f", {self.tokens / self.cycles:.2f} tokens each" if self.cycles else ""
-        return [
-            ("speed", f"{self.tokens_per_second:.1f} tokens/s"),
-            ("cycles", f"{self.cycles}{each}"),
-            ("drafts", f"{kept} of {drafted} tokens kept ({self.drafter})" if drafted else str(about["reason"])),
-            *self._prediction(),
-        ]
-
-    def _prediction(self) -> list[tuple[str, str]]:
-        if not self.prediction_offered:
-            return []
-        return [("prediction", f"{self.prediction_accepted} of {self.prediction_offered} tokens kept")]
-
     def __repr__(self) -> str:
-        return f"<RunStats {', '.join(f'{label}: {value}' for label, value in self.facts())}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self.facts())
+        kept = f"{sum(self.accepted)} of {sum(self.offered)} drafted tokens kept"
+        return f"<RunStats {self.tokens} tokens in {self.cycles} cycles, {kept}, {self.tokens_per_second:.1f} tokens/s>"
 
     def speculation(self) -> dict[str, object]:
         """Whether any draft token was verified, and if not, why."""
@@ -143,20 +124,9 @@ class Result:
     device: str = ""  # what it ran on, such as "cpu (x86_64, avx2, 2 threads)"
     weights: str = ""  # formats that its matrices are computed in
 
-    def _facts(self) -> list[tuple[str, str]]:
-        made = len(self.tokens)
-        return [
-            ("tokens", f"{made} after a prompt of {self.prompt_tokens}, ended by {self.finish_reason!r}"),
-            ("guarantee", f"{self.guarantee}, with {self.parity} parity"),
-            *self.stats.facts(),
-            *(("notice", notice) for notice in self.notices),
-        ]
-
     def __repr__(self) -> str:
-        return f"<Result {shown(self.text, 60)}, {', '.join(f'{label}: {value}' for label, value in self._facts())}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._facts(), self.text)
+        made = f"{len(self.tokens)} tokens, ended by {self.finish_reason!r}"
+        return f"<Result {shown(self.text, 60)}, {made}, {self.guarantee}, with {self.parity} parity, {self.stats!r}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``generate --json`` prints."""
@@ -177,10 +147,3 @@ class Result:
             "weights": self.weights,
             "logprobs": None if self.logprobs is None else [attrs.asdict(entry) for entry in self.logprobs],
         }
-
-
-def html_table(rows: Iterable[tuple[str, str]], text: str | None = None) -> str:
-    """Labels and values, below ``text`` if given; all escaped."""
-    lines = [f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows]
-    shown = "" if text is None else f"<pre>{html.escape(text)}</pre>"
-    return f"{shown}<table>{''.join(lines)}</table>"

@@ -23,19 +23,6 @@ PREFILL_TAIL = 8  # the last tokens of a prompt run as a separate chunk
 this one in its last few tokens (the template changes the start of the answer), so a chunk ends before them."""
 
 
-@attrs.frozen(kw_only=True)
-class Counts:
-    """What was counted for the committed tokens.
-
-    Attributes:
-        cycle: the number of the last committed cycle; noise keys must not repeat, so it never falls.
-        stats: acceptance counters.
-    """
-
-    cycle: int = 0
-    stats: Stats = attrs.field(factory=Stats)
-
-
 @attrs.define(kw_only=True)
 class LiveSequence:
     """One sequence being decoded: its tokens, its state, its drafter and its verifier.
@@ -64,8 +51,8 @@ class LiveSequence:
     failure: str = ""
     drafter_name: str = attrs.Factory(lambda self: type(self.drafter).__name__, takes_self=True)
     verifier_name: str = attrs.Factory(lambda self: type(self.verifier).__name__, takes_self=True)
-    _counts: Counts = attrs.field(factory=Counts, alias="counts")
-    _next: tuple[int, Counts] | None = None  # while a cycle is committed: how many tokens it leaves, and its counts
+    _stats: Stats = attrs.field(factory=Stats, alias="stats")
+    _next: tuple[int, Stats] | None = None  # while a cycle is committed: how many tokens it leaves, and its counters
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -76,25 +63,24 @@ class LiveSequence:
 
     def extend(self, tokens: Sequence[int], *, offered: int, accepted: int) -> None:
         """Append the tokens of a cycle and count it. An interruption leaves both done or neither."""
-        before, stats = self.counts, self.counts.stats
+        before = self.stats
         stats = Stats(
-            cycles=stats.cycles + 1,
-            tokens=stats.tokens + len(tokens),
-            offered=[*stats.offered],
-            reached=[*stats.reached],
-            accepted=[*stats.accepted],
+            cycles=before.cycles + 1,
+            tokens=before.tokens + len(tokens),
+            offered=[*before.offered],
+            reached=[*before.reached],
+            accepted=[*before.accepted],
         )
         stats.count(offered, accepted)
-        counts = Counts(cycle=before.cycle + 1, stats=stats)
-        self._next = len(self.tokens) + len(tokens), counts
+        self._next = len(self.tokens) + len(tokens), stats
         self.tokens.extend(tokens)  # one step, which decides on which side of the cycle an interruption fell
-        self._counts = counts
+        self._stats = stats
         self._next = None
 
     @property
-    def counts(self) -> Counts:
-        """What was counted for ``tokens``."""
-        return self._next[1] if self._next is not None and self._next[0] == len(self.tokens) else self._counts
+    def stats(self) -> Stats:
+        """Acceptance counters for ``tokens``. Noise keys must not repeat, so the number of cycles never falls."""
+        return self._next[1] if self._next is not None and self._next[0] == len(self.tokens) else self._stats
 
     def ask(self, method: str, *arguments: Any, otherwise: Any = None) -> Any:
         """Call the drafter. Its first failure switches it off for this sequence; from then on, ``otherwise``."""

@@ -18,8 +18,8 @@ from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
 from specdec.decoding.batch import Batch
 from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
-from specdec.decoding.result import Result, html_table
-from specdec.decoding.sequence import Counts, LiveSequence
+from specdec.decoding.result import Result
+from specdec.decoding.sequence import LiveSequence
 from specdec.decoding.session_file import (
     SavedSession,
     check_drafter,
@@ -73,7 +73,7 @@ class Session:
     def _new_sequence(
         self,
         tokens: list[int],
-        counts: Counts | None = None,
+        stats: Stats | None = None,
         *,
         state: State | None = None,
         saved: DrafterSnapshot | None = None,
@@ -91,7 +91,7 @@ class Session:
             verifier=lm.verifier,
             tokens=tokens,
             context=Context(tokens, draft_noise=lm.verifier.draft_noise),
-            counts=counts if counts is not None else Counts(),
+            stats=Stats() if stats is None else stats,
             failure=failure,
             drafter_name=lm.drafter.spec.name,
             verifier_name=lm.config.verifier.name,
@@ -110,7 +110,7 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Acceptance counters over all generations of the session; saved and loaded with it."""
-        return self._sequence.counts.stats
+        return self._sequence.stats
 
     @checked(PromptError)
     def feed(self, prompt: Prompt) -> int:
@@ -179,7 +179,7 @@ class Session:
                 snapshot = attrs.evolve(snapshot, capacity=self._lm.capacity)
                 state = sequence.target.restore(snapshot, self._lm.drafter.needs)
             other._sequence = self._new_sequence(
-                list(sequence.tokens), sequence.counts, state=state, saved=saved, failure=sequence.failure
+                list(sequence.tokens), sequence.stats, state=state, saved=saved, failure=sequence.failure
             )
             other.extra = extra
         return other
@@ -195,7 +195,6 @@ class Session:
             snapshot, drafter_snapshot = self._snapshot(sequence)
             saved = SavedSession(
                 tokens=tuple(sequence.tokens),
-                cycle=sequence.counts.cycle,
                 stats=self.stats,
                 snapshot=snapshot,
                 drafter=self._lm.drafter.spec.name,
@@ -213,9 +212,7 @@ class Session:
             state = restore_state(saved, lm.target, lm.capacity, lm.drafter.needs, path)
             # another drafter builds its state again
             ours = saved.drafter_snapshot if saved.drafter == lm.drafter.spec.name else None
-            sequence = self._new_sequence(
-                list(saved.tokens), Counts(cycle=saved.cycle, stats=saved.stats), state=state, saved=ours
-            )
+            sequence = self._new_sequence(list(saved.tokens), saved.stats, state=state, saved=ours)
             if ours is not None:
                 check_drafter(ours, sequence.ask("snapshot", sequence.context), saved.drafter, path)
             self.__dict__.update(_sequence=sequence, extra=saved.extra)  # one step: all of it, or nothing
@@ -289,7 +286,7 @@ class Session:
                 self._stream = None
             held = self._sequence
             if not held.intact:
-                self._sequence = self._new_sequence(list(held.tokens), held.counts, failure=held.failure)
+                self._sequence = self._new_sequence(list(held.tokens), held.stats, failure=held.failure)
             yield self._sequence
 
 
@@ -405,19 +402,7 @@ class LanguageModel(Parts):
             raise PromptError(error.message, prompt=f"number {number}", **error.facts) from error
         return tokens
 
-    def _facts(self) -> list[tuple[str, str]]:
-        info = self.info
-        return [
-            ("model", f"{self.config.target.model} ({info.family}, {info.dtype} on {info.device or info.backend})"),
-            ("drafter", f"{self.drafter.spec.name}, depth policy {self.depth.spec.name}"),
-            ("verifier", f"{self.config.verifier.name}, guarantee {self.verifier.guarantee.value}"),
-            ("parity", info.parity.value),
-            ("tokens", f"{self.capacity} in a session"),
-            *(("notice", notice) for notice in self.notices),
-        ]
-
     def __repr__(self) -> str:
-        return f"<LanguageModel {', '.join(f'{label}: {value}' for label, value in self._facts()[:4])}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._facts())
+        info, drafter = self.info, f"drafter {self.drafter.spec.name}, depth policy {self.depth.spec.name}"
+        promise = f"verifier {self.config.verifier.name}, {info.parity.value} parity"
+        return f"<LanguageModel {self.config.target.model} ({info.family}, {info.dtype}), {drafter}, {promise}>"

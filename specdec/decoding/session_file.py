@@ -40,7 +40,6 @@ class SavedSession:
     """Everything that a session needs to continue as if it had never stopped."""
 
     tokens: tuple[int, ...]
-    cycle: int
     stats: Stats
     snapshot: Snapshot  # of the backend's arrays when it is written, of torch tensors in host memory when it was read
     drafter: str = ""  # the name of the drafter that ``drafter_snapshot`` belongs to
@@ -57,25 +56,13 @@ def _whole_numbers(owner: object, field: attrs.Attribute[Any], value: Any) -> No
             raise FieldError(owner, field.name, f"integers up to {_MOST}", number)
 
 
-@attrs.frozen(kw_only=True)
-class _Counters:
-    cycles: int = attrs.field(validator=between(0, _MOST))
-    tokens: int = attrs.field(validator=between(0, _MOST))
-    offered: tuple[int, ...] = attrs.field(validator=_whole_numbers)
-    reached: tuple[int, ...] = attrs.field(validator=_whole_numbers)
-    accepted: tuple[int, ...] = attrs.field(validator=_whole_numbers)
-
-    def __attrs_post_init__(self) -> None:
-        positions = {len(self.offered), len(self.reached), len(self.accepted)}
-        rows = zip(self.accepted, self.reached, self.offered, strict=len(positions) == 1)
-        if len(positions) > 1 or not all(0 <= accepted <= reached <= offered for accepted, reached, offered in rows):
-            raise ConfigError("offered, reached and accepted do not belong together")
-
-    def stats(self) -> Stats:
-        counts: dict[str, Any] = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in attrs.asdict(self).items()
-        }
-        return Stats(**counts)
+def _counters(owner: object, field: attrs.Attribute[Any], stats: Stats) -> None:
+    rows = list(zip(stats.accepted, stats.reached, stats.offered, strict=False))
+    even = len(rows) == max(map(len, (stats.accepted, stats.reached, stats.offered)))
+    if not even or not all(0 <= accepted <= reached <= offered <= _MOST for accepted, reached, offered in rows):
+        raise ConfigError("offered, reached and accepted do not belong together")
+    if not (0 <= stats.cycles <= _MOST and 0 <= stats.tokens <= _MOST):
+        raise ConfigError("its counters are out of range")
 
 
 @attrs.frozen(kw_only=True)
@@ -88,9 +75,9 @@ class _Drafter:
 class _Description:
     format: int
     model: dict[str, str]
-    cycle: int = attrs.field(validator=between(0, _MOST))
+    cycle: int = attrs.field(validator=between(0, _MOST))  # that of ``stats``
     length: int = attrs.field(validator=between(0, _MOST))
-    stats: _Counters
+    stats: Stats = attrs.field(validator=_counters)
     meta: dict[str, int] = attrs.field(validator=_whole_numbers)
     extra: dict[str, Any]
     drafter: _Drafter | None = None
@@ -128,7 +115,7 @@ def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
     described = {
         "format": FORMAT,
         "model": _identity(target.info),
-        "cycle": saved.cycle,
+        "cycle": saved.stats.cycles,
         "length": saved.snapshot.length,
         "stats": attrs.asdict(saved.stats),
         "meta": dict(saved.snapshot.meta),
@@ -271,8 +258,7 @@ def _assembled(described: _Description, tensors: Tensors) -> SavedSession:
         raise SessionFileError("the session file has arrays of a drafter and does not name it")
     return SavedSession(
         tokens=tuple(tokens.tolist()),
-        cycle=described.cycle,
-        stats=described.stats.stats(),
+        stats=described.stats,
         snapshot=Snapshot(described.length, len(tokens) + 1, parts[_STATE], described.meta),
         drafter="" if own is None else own.name,
         drafter_snapshot=None if own is None else DrafterSnapshot(parts[_DRAFTER], own.meta),

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 import sys
 import tomllib
@@ -76,6 +77,9 @@ def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
     return read_bytes(path, limit).decode("utf-8-sig")
 
 
+_SURROGATE = re.compile(rb"(\\+)u[dD][89a-fA-F]")  # an escape if the backslashes are odd in number
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
@@ -84,7 +88,7 @@ def parse_json(text: str | bytes) -> Any:
     """
     value = _parsed(lambda: json.loads(text, object_pairs_hook=_unique))
     document = text if isinstance(text, bytes) else text.encode()
-    if b"\\ud" in document or b"\\uD" in document:
+    if any(len(found[1]) % 2 for found in _SURROGATE.finditer(document)):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

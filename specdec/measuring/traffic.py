@@ -11,53 +11,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import attrs
-
 from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import Stats
 from specdec.errors import PromptError
 from specdec.hosting import HostedDrafter, read_trace, recorded_drafter, replayed_cycles
 from specdec.measuring.runs import Generations
-
-
-@attrs.frozen(kw_only=True)
-class TrafficReport:
-    """What a drafter would have done for recorded requests. Lists are indexed by lookahead position."""
-
-    drafter: str
-    depth: int
-    hosts: tuple[str, ...]  # that recorded them
-    done: int  # requests replayed
-    planned: int  # those that generated at least one token
-    tokens: int  # generated
-    passes: int  # of the target with this drafter; without one there is a pass per token
-    offered: tuple[int, ...]
-    reached: tuple[int, ...]
-    accepted: tuple[int, ...]
-    draft_seconds: float  # that the replay took here, nearly all of it drafting
-    failed: int  # requests in which the drafter was switched off
-    reason: str  # of the first one
-    cut_line: int  # the recording's last line, incomplete and left out; 0 if it is whole
-
-    @property
-    def saved(self) -> int:
-        """Passes that are not needed."""
-        return self.tokens - self.passes
-
-    @property
-    def tokens_per_pass(self) -> float | None:
-        """Generated tokens per pass; None if nothing was replayed."""
-        return self.tokens / self.passes if self.passes else None
-
-    @property
-    def partial(self) -> bool:
-        """Whether the replay was interrupted."""
-        return self.done < self.planned
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that ``accept --trace --json`` prints."""
-        return {**attrs.asdict(self), "saved": self.saved, "tokens_per_pass": self.tokens_per_pass}
 
 
 class TrafficReplay(Generations):
@@ -96,8 +55,13 @@ class TrafficReplay(Generations):
             if (size := request.vocab_size) not in self._drafters:
                 self._drafters[size] = recorded_drafter(choice, size, tokenizer)
 
-    def run(self) -> TrafficReport:
-        """Replay."""
+    def run(self) -> dict[str, Any]:
+        """Replay; returns what the drafter would have done, as plain JSON data.
+
+        ``passes`` are those of the target with this drafter; without one there is a pass per token. ``draft_seconds``
+        is what the replay took here, nearly all of it drafting. ``failed``: requests in which the drafter was switched
+        off, with the ``reason`` of the first one. ``cut_line``: the recording's last line, if it is incomplete.
+        """
         stats, done, failed, reason, tokens = Stats(), 0, 0, "", 0
         started = perf_counter()
         for request in self._requests:
@@ -113,19 +77,21 @@ class TrafficReplay(Generations):
             reason = reason or next(iter(drafter.failed), "")
             done += 1
             self._progress(done, len(self._requests))
-        return TrafficReport(
-            drafter=self._choice.name,
-            depth=self._depth,
-            hosts=tuple(sorted({request.host for request in self._requests})),
-            done=done,
-            planned=len(self._requests),
-            tokens=tokens,
-            passes=stats.cycles,
-            offered=tuple(stats.offered),
-            reached=tuple(stats.reached),
-            accepted=tuple(stats.accepted),
-            draft_seconds=perf_counter() - started,
-            failed=failed,
-            reason=reason,
-            cut_line=self._cut,
-        )
+        return {
+            "drafter": self._choice.name,
+            "depth": self._depth,
+            "hosts": sorted({request.host for request in self._requests}),
+            "done": done,
+            "planned": len(self._requests),
+            "tokens": tokens,
+            "passes": stats.cycles,
+            "saved": tokens - stats.cycles,
+            "tokens_per_pass": tokens / stats.cycles if stats.cycles else None,
+            "offered": stats.offered,
+            "reached": stats.reached,
+            "accepted": stats.accepted,
+            "draft_seconds": perf_counter() - started,
+            "failed": failed,
+            "reason": reason,
+            "cut_line": self._cut,
+        }

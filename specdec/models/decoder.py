@@ -103,7 +103,10 @@ class AttentionShape:
     window: int = 0  # cached rows that a row attends to, its own included; 0: all
     gated: bool = False  # the output is multiplied by the sigmoid of q_proj's gate half
     normed: Literal["", "heads", "whole"] = ""  # an RMSNorm on every query and key head, or on all of them together
-    biased: bool = False  # q, k and v have biases
+    biased: bool = False  # q, k and v have biases,
+    biased_output: bool = False  # and the output projection
+    sinks: bool = False  # a learned score per head joins every softmax
+    growth: tuple[float, int] | None = None  # beta and length of ``Ops.scale_by_position``, for the queries
 
     @property
     def row(self) -> int:
@@ -129,6 +132,8 @@ class Attention:
     q_norm: Array | None
     k_norm: Array | None
     biases: tuple[Array, ...]  # of q, k and v, or ()
+    o_bias: Array | None = None
+    sinks: Array | None = None  # [nq]
 
     @classmethod
     def of(
@@ -180,10 +185,14 @@ class Attention:
             q_norm=q_norm,
             k_norm=k_norm,
             biases=tuple(biases) if shape.biased else (),
+            o_bias=weights.matrix("o_proj.bias", (hidden,)) if shape.biased_output else None,
+            sinks=weights.vector("sinks", (shape.heads,)) if shape.sinks else None,
         )
 
     def new_cache(self, capacity: int) -> KVCache:
         size = self.shape.kv_heads, self.shape.head_dim
+        if self.sinks is not None:
+            return self.ops.new_window(capacity, self.shape.window, *size, self.sinks)
         if self.shape.window:
             return self.ops.new_window(capacity, self.shape.window, *size)
         return self.ops.new_kv(capacity, *size)
@@ -195,10 +204,15 @@ class Attention:
         if shape.gated:
             pair = q.reshape(rows, shape.heads, 2, dim)
             q, gate = pair[:, :, 0], pair[:, :, 1]
+        if shape.growth is not None:
+            q = ops.scale_by_position(q, *shape.growth, cache.length)
         q = self._placed(q, self.q_norm, cache)
         k, v = self._entries(k, v, cache)
         mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
-        return ops.linear(mixed, self.o_proj, residual)
+        if self.o_bias is None:
+            return ops.linear(mixed, self.o_proj, residual)
+        (out,) = ops.project(mixed, (self.o_proj,), (self.o_bias,))
+        return out if residual is None else ops.add(residual, out)
 
     def fill(self, x: Array, cache: KVCache) -> None:
         """See ``Mixer.__call__``."""

@@ -24,7 +24,7 @@ from specdec.models.decoder import (
 )
 from specdec.models.fields import MOST_LAYERS, Fields
 from specdec.models.mla import LatentAttention, LatentShape
-from specdec.models.moe import MoeShape, SparseMoe
+from specdec.models.moe import ClampedMoe, MoeShape, SparseMoe
 from specdec.models.weights import Weights
 
 
@@ -140,7 +140,8 @@ def build_decoder(
 
     def mlp(weights: Weights, index: int) -> Mlp:
         if config.moe is not None and index >= config.dense_layers:
-            return SparseMoe.of(weights.under("mlp."), hidden, config.moe)
+            block = SparseMoe if config.moe.clamp is None else ClampedMoe
+            return block.of(weights.under("mlp."), hidden, config.moe)
         dense = GatedMlp.of(weights.under("mlp."), hidden, config.intermediate_size, fused=config.fused)
         return attrs.evolve(dense, activation=config.activation)
 

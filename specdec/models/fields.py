@@ -229,6 +229,11 @@ class Fields:
             positions = max(positions, stretched)
         return positions
 
+    def query_growth(self) -> tuple[float, int]:
+        """Ministral 3's ``llama_4_scaling_beta``, and the length of pre-training, beyond which it counts."""
+        inner = self._rope()
+        return inner.real("llama_4_scaling_beta"), inner.whole("original_max_position_embeddings")
+
     def yarn_all_dim(self) -> float:
         """DeepSeek's factor on attention scores: ``mscale ** 2`` of ``mscale_all_dim``; 1 without YaRN or the key.
 

@@ -3,6 +3,7 @@
 | family | what is its own |
 |---|---|
 | granite | factors on embeddings, the outputs of layers' parts, attention scores and logits |
+| ministral3 | as mistral; queries grow with the position beyond the length of pre-training |
 | mistral | a sliding window in every layer, if any |
 | olmo2 | norms behind attention and MLP instead of before them; one norm over all query heads, and all key heads |
 | phi3 | fused projections, LongRoPE, a sliding window |
@@ -54,6 +55,13 @@ def parse_mistral(config: Mapping[str, Any]) -> DecoderConfig:
     """Read Mistral's ``config.json``. Raises: CheckpointError naming the key."""
     fields = Fields(config)
     return _parse(fields, window=fields.whole("sliding_window", 0, low=0))
+
+
+def parse_ministral3(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read the text part of Ministral 3's ``config.json``. Raises: CheckpointError naming the key."""
+    fields = Fields(config)
+    window, growth = fields.whole("sliding_window", 0, low=0), fields.query_growth()
+    return _parse(fields, theta=1e6, eps=1e-5, window=window, growth=growth)
 
 
 def parse_olmo2(config: Mapping[str, Any]) -> DecoderConfig:
@@ -152,6 +160,7 @@ def specdec_models() -> list[ModelSpec]:
     families: dict[str, tuple[Callable[..., DecoderConfig], Callable[..., DecoderModel], str]] = {
         "granite": (parse_granite, build_decoder, "Granite 3 dense: factors on embeddings, layers, scores and logits"),
         "llama": (parse_llama, build_decoder, "Llama 3 dense: grouped-query attention, Llama 3 rotary scaling"),
+        "ministral3": (parse_ministral3, build_decoder, "Ministral 3 dense, text: queries that grow with the position"),
         "mistral": (parse_mistral, build_decoder, "Mistral dense: grouped-query attention, with a window if any"),
         "olmo2": (parse_olmo2, olmo2, "OLMo 2 dense: norms behind attention and MLP"),
         "phi3": (parse_phi3, build_decoder, "Phi-3 and Phi-4 dense: fused projections; LongRoPE's short context"),

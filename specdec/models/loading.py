@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -32,16 +33,19 @@ from specdec.checkpoints.locate import listed
 from specdec.checkpoints.quantised import ROUNDED_BITS, DecodedCache, formats_of, rounds
 from specdec.config import RunConfig, TargetConfig
 from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
-from specdec.errors import CheckpointError, ConfigError, ContractError
+from specdec.errors import CheckpointError, ConfigError, ContractError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
 from specdec.models.read_keys import ReadKeys
 from specdec.models.weights import DryRun, Weights, dry_run
+from specdec.records.store import weights_folder
 from specdec.registry import Kind, calling, registry
 from specdec.text import Tokenizer
 
 log = get_logger(__name__)
+
+KEPT = 10**9  # bytes of a checkpoint whose rounded weights are kept by default
 
 
 @attrs.frozen(kw_only=True)
@@ -309,8 +313,8 @@ def _checked(
 ) -> tuple[Checkpoint, str]:
     """The checked checkpoint to take weights from (the given one, or its decoded or rounded form in the cache), and why
     the MTP head is left out."""
-    cache, cached = None, None
-    if asked.decoded_cache is not None:
+    cache, cached, folder = None, None, _cache_folder(asked, checkpoint)
+    if folder is not None:
         formats = formats_of(checkpoint)
         reason, names = "", [name for name, found in formats.items() if found.quantised]
         if asked.weights in ROUNDED_BITS:
@@ -326,11 +330,11 @@ def _checked(
             kept = all(found.coding is None or found.coding.kept_as in keeps for found in formats.values())
             reason = "the weights stay packed, as they are stored" if kept else ""
         if reason:
-            notices.append(f"target.decoded_cache is not used: {reason}")
+            notices += [f"target.decoded_cache is not used: {reason}"] * (asked.decoded_cache is not None)
         else:
-            cache = DecodedCache(asked.decoded_cache, checkpoint, dtype, weights=asked.weights, rounds=names)
+            cache = DecodedCache(folder, checkpoint, dtype, weights=asked.weights, rounds=names)
             cached, reported = cache.find()
-            notices += reported
+            notices += [text for text in reported if asked.decoded_cache is not None or cached is None]
     source = cached or checkpoint
     source.head = checkpoint.head
     wanted, found = checked_head(source, spec, family, refused_head, asked=asked.mtp is not None)
@@ -338,11 +342,28 @@ def _checked(
     notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
     if cache is None or cached is not None:
         return source, wanted.headless
-    source = cache.write(found.notices)
+    try:
+        source = cache.write(found.notices)
+    except CheckpointError as error:
+        if asked.decoded_cache is not None:
+            raise
+        notices.append(f"weights are rounded at every load: {error.message}")
+        return source, wanted.headless
     source.head = checkpoint.head
     done = "rounded" if asked.weights in ROUNDED_BITS else "decoded"
-    notices.append(f"weights {done} into the cache {cache.path}")
+    notices.append(f"weights {done} into the cache {cache.path}, {source.size_bytes / 1e9:.1f} GB")
     return source, wanted.headless
+
+
+def _cache_folder(asked: TargetConfig, checkpoint: Checkpoint) -> Path | str | None:
+    """Where decoded or rounded weights are kept: in ``decoded_cache``, or rounded ones of large checkpoints by
+    default."""
+    if asked.decoded_cache == "off":
+        return None
+    if asked.decoded_cache is None and asked.weights in ROUNDED_BITS and checkpoint.size_bytes >= KEPT:
+        with contextlib.suppress(UnsupportedError):  # no home
+            return weights_folder()
+    return asked.decoded_cache
 
 
 def _probe(target: CausalLM, notices: list[str]) -> None:

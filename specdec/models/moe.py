@@ -5,13 +5,17 @@ Routed experts are stored in one of three layouts, detected per layer (an MTP la
 * fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first), ``experts.down_proj [E, H, I]``, no ``.weight``;
 * separate: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``;
 * stacked (mlx-lm conversions): ``switch_mlp.gate_proj.weight`` and ``up_proj [E, I, H]``, ``down_proj [E, H, I]``.
+
+gpt-oss fuses gate and up rows in turn, and its checkpoints in BF16 hold every matrix transposed: ``[E, H, 2 I]`` and
+``[E, I, H]``.
 """
 
 from __future__ import annotations
 
 import attrs
+import torch
 
-from specdec.backends.ops import Array, Ops, Routing
+from specdec.backends.ops import Array, Clamp, Ops, Routing
 from specdec.errors import CheckpointError
 from specdec.models.decoder import GatedMlp
 from specdec.models.fields import MOST_EXPERTS, Fields
@@ -29,6 +33,24 @@ class MoeShape:
     shared_gated: bool  # the shared expert is weighted by sigmoid(shared_expert_gate . x)
     corrected: bool  # the router has an e_score_correction_bias
     routing: Routing
+    clamp: Clamp | None = None  # the gating of experts with biases, behind a router with one
+
+    @classmethod
+    def gpt_oss(cls, fields: Fields) -> MoeShape:
+        """gpt-oss: a softmax over the chosen experts, which have biases and a clamped gating."""
+        experts = fields.whole(fields.either("num_local_experts", "num_experts"), high=MOST_EXPERTS)
+        top_k = _top_k(fields, experts)
+        fields.must_be("experts_per_token", top_k, None)
+        return cls(
+            experts=experts,
+            intermediate=fields.whole("intermediate_size"),
+            shared="",
+            shared_intermediate=0,
+            shared_gated=False,
+            corrected=False,
+            routing=Routing(top_k=top_k, scores="softmax", normalised=True),
+            clamp=Clamp(alpha=fields.real("swiglu_alpha", 1.702), limit=fields.real("swiglu_limit", 7.0)),
+        )
 
     @classmethod
     def qwen(cls, fields: Fields, *, shared: bool = True) -> MoeShape:
@@ -147,12 +169,81 @@ class SparseMoe:
         )
 
 
+@attrs.frozen(kw_only=True)
+class ClampedMoe:
+    """``Ops.clamped_moe`` with its weights."""
+
+    ops: Ops
+    routing: Routing
+    clamp: Clamp
+    router: tuple[Array, Array]  # [E, H] and [E]
+    experts: tuple[Array, Array, Array]  # stacks of gate, up and down
+    biases: tuple[Array, Array, Array]  # [E, I] twice, [E, H]
+
+    @classmethod
+    def of(cls, weights: Weights, hidden: int, shape: MoeShape) -> ClampedMoe:
+        """Build from the weights under ``mlp.``."""
+        assert shape.clamp is not None
+        count, inner = shape.experts, shape.intermediate
+        if _stacked(weights):
+            sizes = {"gate": inner, "up": inner, "down": hidden}
+            gate, up, down = (
+                weights.vector(f"{_stacked(weights)}.{name}_proj.bias", (count, size)) for name, size in sizes.items()
+            )
+            experts = _experts(weights, hidden, count, inner)
+        else:
+            both = weights.tensor("experts.gate_up_proj_bias", (count, 2 * inner))
+            gate, up = (weights.ops.vector(both[:, first::2].contiguous()) for first in (0, 1))
+            down = weights.vector("experts.down_proj_bias", (count, hidden))
+            experts = _experts_in_turn(weights, hidden, count, inner)
+        return cls(
+            ops=weights.ops,
+            routing=shape.routing,
+            clamp=shape.clamp,
+            router=(
+                weights.matrix("router.weight", (count, hidden), exact=True),
+                weights.vector("router.bias", (count,)),
+            ),
+            experts=experts,
+            biases=(gate, up, down),
+        )
+
+    def __call__(self, x: Array, residual: Array) -> Array:
+        return self.ops.clamped_moe(x, self.router, self.routing, self.experts, self.biases, self.clamp, residual)
+
+
+def _stacked(weights: Weights) -> str:
+    """The name of the module with the matrices of all experts in stacks; "" without one."""
+    return next((name for name in ("switch_mlp", "experts") if f"{name}.gate_proj.weight" in weights), "")
+
+
+def _experts_in_turn(weights: Weights, hidden: int, count: int, inner: int) -> tuple[Array, Array, Array]:
+    """Stacks of gate, up and down of gpt-oss's fused layouts; that of its release without a checkpoint."""
+    ops, turned = weights.ops, (count, hidden, 2 * inner)
+    if weights.shape_of("experts.gate_up_proj") != turned:
+        both = weights.host_matrices("experts.gate_up_proj", (count, 2 * inner, hidden))
+        every_other = torch.arange(0, 2 * inner, 2)
+        gate, up = (ops.stack([matrix[every_other + first] for matrix in both]) for first in (0, 1))
+        return gate, up, weights.stack("experts.down_proj", (count, hidden, inner))
+    if hidden == 2 * inner:
+        raise CheckpointError(
+            f"config.json: 'hidden_size' ({hidden}) is twice 'intermediate_size', so that the experts' matrices may be "
+            "stored either way round"
+        )
+    whole = weights.tensor("experts.gate_up_proj", turned)
+    down = weights.tensor("experts.down_proj", (count, inner, hidden))
+    gate, up, down = (
+        ops.stack([matrix.t().contiguous() for matrix in part]) for part in (whole[:, :, ::2], whole[:, :, 1::2], down)
+    )
+    return gate, up, down
+
+
 def _experts(weights: Weights, hidden: int, count: int, inner: int) -> tuple[Array, Array, Array]:
     """Stacks of gate, up and down in the checkpoint's layout; fused without a checkpoint."""
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    if "switch_mlp.gate_proj.weight" in weights:
+    if module := _stacked(weights):
         gate, up, down = (
-            weights.stack(f"switch_mlp.{name}_proj.weight", (count, *shape)) for name, shape in shapes.items()
+            weights.stack(f"{module}.{name}_proj.weight", (count, *shape)) for name, shape in shapes.items()
         )
     elif any(f"experts.{e}.gate_proj.weight" in weights for e in range(count)):
         gate, up, down = (

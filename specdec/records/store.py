@@ -24,3 +24,8 @@ def cache_folder() -> Path:
             "there is no folder for caches: HOME is not set, and the system does not know this user's home",
             try_="SPECDEC_CACHE_DIR=FOLDER",
         ) from error
+
+
+def weights_folder() -> Path:
+    """Where rounded weights of large checkpoints are kept. Raises: as ``cache_folder``."""
+    return cache_folder() / "weights"

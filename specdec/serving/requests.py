@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from specdec.config import Choice
 from specdec.decoding.parts import Parts, make_sampling, override_generation
@@ -380,8 +380,8 @@ def parsed(kind: type[R], data: Mapping[str, Any]) -> R:
         elif worst["type"] == "empty":
             text = f"{place}.{worst['msg']}"
         else:
-            alternatives = dict.fromkeys(_takes(item) for item in errors if item["input"] is worst["input"])
-            text = f"{place or 'the body'} takes {' or '.join(alternatives)}, got {shown(worst['input'], 60)}"
+            alternatives = dict.fromkeys(item["msg"] for item in errors if item["input"] is worst["input"])
+            text = f"{place or 'the body'}: {', or '.join(alternatives)}, got {shown(worst['input'], 60)}"
         raise Refusal(400, text, param=place[:60] or None) from None
 
 
@@ -398,32 +398,6 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise Refusal(400, f"the body takes a JSON object, got {shown(data, 60)}")
     return data
-
-
-_TAKES = {
-    "string": "text",
-    "int": "an integer",
-    "float": "a number",
-    "finite": "a finite number",
-    "bool": "true or false",
-    "list": "a list",
-    "dict": "an object",
-    "model": "an object",
-    "greater": "at least {ge}",
-    "less": "at most {le}",
-    "too_short": "at least {min_length} item",
-    "too_long": "at most {max_length} items",
-    "string_too_short": "at least {min_length} character",
-    "string_pattern_mismatch": "text of the form {pattern}",
-    "literal_error": "{expected}",
-}
-"""What a value should have been, by pydantic's type of error or the first word of it."""
-
-
-def _takes(error: ErrorDetails) -> str:
-    kind = error["type"]
-    form = _TAKES.get(kind) or _TAKES.get(kind.partition("_")[0], "another value")
-    return form.format(**error.get("ctx", {}))
 
 
 def _place(path: Sequence[str | int], data: Any, *, missing: bool) -> str:

@@ -30,7 +30,19 @@ def _by_words(digits: str, *, marks: bool = False) -> Callable[[], pre_tokenizer
     words = _WORDS.replace("{letters}", r"[\p{L}\p{M}]" if marks else r"\p{L}").replace("{digits}", digits)
     if marks:
         words = words.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-    return lambda: pre_tokenizers.Sequence(
+    return lambda: _split(words)
+
+
+def _by_case(digits: str, endings: str = "") -> Callable[[], pre_tokenizers.PreTokenizer]:
+    """As ``_by_words``, but a capital letter after a small one begins a word, which may have one of the ``endings``."""
+    lead, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{lead}{upper}*{lower}+{endings}|{lead}{upper}+{lower}*{endings}"
+    return lambda: _split(rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _split(words: str) -> pre_tokenizers.PreTokenizer:
+    """The bytes of every match."""
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(words), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -66,6 +78,8 @@ _RULES: Mapping[str, _Rules] = {
     "glm4": _Rules(_by_words("{1,3}"), whole_words=True),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _Rules(_by_words("{1,3}"))),
     "smollm": _Rules(_digits_first),
+    "gpt-4o": _Rules(_by_case("{1,3}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")),
+    "tekken": _Rules(_by_case(""), whole_words=True, begins=True),
     **dict.fromkeys(("gpt-2", "default"), _Rules(_gpt2)),
 }
 

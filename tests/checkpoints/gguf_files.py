@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_5_text": "qwen35",
@@ -39,6 +41,7 @@ _KEYS = {
     "logits_scaling": "logit_scale",
     "num_experts": "expert_count",
     "n_routed_experts": "expert_count",
+    "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
@@ -121,7 +124,6 @@ def _metadata(config: dict[str, Any], arch: str, tensors: Tensors) -> dict[str, 
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         found |= {"ssm.inner_size": values, "rope.dimension_sections": [rotary // 2, 0, 0, 0]}
         found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
-        found["rope.freq_base"] = config["rope_parameters"]["rope_theta"]
         rotary = int(width * config["rope_parameters"]["partial_rotary_factor"])
     if rotary is not None:
         found |= {"rope.dimension_count": rotary, "attention.value_length": width}
@@ -134,7 +136,13 @@ def _metadata(config: dict[str, Any], arch: str, tensors: Tensors) -> dict[str, 
         nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
         found |= {"attention.key_length_mla": nope + rope, "rope.dimension_count": rope, "attention.head_count_kv": 1}
         found |= {"attention.key_length": rank + rope, "attention.value_length": rank}
-    scaling = config.get("rope_scaling") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if "rope_theta" in scaling:
+        found["rope.freq_base"] = scaling["rope_theta"]
+    if arch == "gpt-oss":
+        found["expert_feed_forward_length"] = config["intermediate_size"]
+    if arch == "mistral3":
+        found["attention.temperature_scale"] = scaling["llama_4_scaling_beta"]
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
@@ -146,14 +154,17 @@ def _metadata(config: dict[str, Any], arch: str, tensors: Tensors) -> dict[str, 
             if key in scaling:
                 found[f"rope.scaling.yarn_{key}"] = float(scaling[key])
         if "mscale_all_dim" in scaling:
-            found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
+            tenth = 1.0 if arch == "mistral3" else 0.1
+            found["rope.scaling.yarn_log_multiplier"] = tenth * scaling["mscale_all_dim"]
     return found
 
 
 def converted(config: dict[str, Any], arch: str, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     """The converter's tensors, by its names."""
     layers, experts = config["num_hidden_layers"], {}
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("GLM4MOE", "GLM4_MOE")], layers + 9)
+    table = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[arch.upper().replace("GLM4MOE", "GLM4_MOE").replace("-", "_")], layers + 9
+    )
     for name, values in tensors.items():
         name = name.removeprefix("model.")
         if name.startswith("mtp."):
@@ -180,7 +191,7 @@ def converted(config: dict[str, Any], arch: str, tensors: Tensors) -> Iterator[t
         factors = (config.get("rope_scaling") or {}).get(f"{length}_factor")
         if factors:
             yield f"rope_factors_{length}.weight", torch.tensor(factors)
-    yield from _stacked(experts)
+    yield from (_in_turn if arch == "gpt-oss" else _stacked)(experts)
 
 
 def _normed(name: str, values: torch.Tensor, arch: str) -> torch.Tensor:
@@ -193,7 +204,7 @@ def _changed(config: dict[str, Any], arch: str, name: str, values: torch.Tensor)
     """What the converter makes of a tensor, still by the original's names."""
     values = _normed(name, values, arch)
     heads = {"q": config["num_attention_heads"], "k": config.get("num_key_value_heads")}
-    if arch in ("llama", "granite", "smollm3") and name[-14:] in (".q_proj.weight", ".k_proj.weight"):
+    if arch in ("llama", "granite", "mistral3", "smollm3") and name[-14:] in (".q_proj.weight", ".k_proj.weight"):
         rows = values.view(heads[name[-13]], 2, -1, values.shape[1])
         values = rows.transpose(1, 2).reshape(values.shape)
     if name.endswith("kv_b_proj.weight"):
@@ -207,6 +218,8 @@ def _changed(config: dict[str, Any], arch: str, name: str, values: torch.Tensor)
         return
     if name.endswith("shared_expert_gate.weight"):
         values = values.squeeze()
+    if name.endswith("sinks"):
+        name = f"{name}.weight"
     yield name.replace("correction_bias", "correction.bias"), values
 
 
@@ -234,6 +247,17 @@ def _delta(config: dict[str, Any], arch: str, name: str, values: torch.Tensor) -
         elif part != "norm":
             values = dealt(values)
     yield name.replace("dt_bias", "dt_proj.bias"), values
+
+
+def _in_turn(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """gpt-oss's experts, decoded: gate and up in turn along the last axis, which is a matrix's rows."""
+    for name, values in tensors.items():
+        layer, part = name.split(".")[1], name.split(".experts.")[1]
+        kind = "bias" if part.endswith("_bias") else "weight"
+        rows = values if kind == "bias" else values.transpose(1, 2)
+        parts = {"down": rows} if part.startswith("down") else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+        for which, some in parts.items():
+            yield f"blk.{layer}.ffn_{which}_exps.{kind}", some
 
 
 def _stacked(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,11 +20,13 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 import specdec
 from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.packed import HEADER, Header, Packer
 from specdec.checkpoints import Checkpoint, StoredWeights, checkpoint_config, open_checkpoint
+from specdec.checkpoints.gguf import read_gguf
 from specdec.checkpoints.gguf.blocks import BLOCKS
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.checkpoints.quantised.stored import RowParts
@@ -32,6 +34,7 @@ from specdec.cli import main
 from specdec.contract import Needs
 from specdec.errors import CheckpointError
 from specdec.text import Tokenizer
+from specdec.text.gguf import tokenizer_parts
 from tests import tiny
 from tests.checkpoints.gguf_files import HALF_FLOATS, copied, random_blocks, saved, write_gguf
 from tests.selection import cases, examples
@@ -160,7 +163,9 @@ CONVERTED = {
     "qwen3_moe": "normed",
     "glm4_moe": "no-bias-groups",
     "deepseek_v3": "yarn-groups",
+    "gpt_oss": "released",
     "granite": "factors",
+    "ministral3": "released",
     "mistral": "none",
     "olmo2": "gqa2",
     "phi3": "longrope",
@@ -207,6 +212,27 @@ def test_a_matrix_whose_blocks_are_wider_than_a_head_is_refused(tmp_path: Path) 
     file = write_gguf(tmp_path / "one.gguf", folder, matrices="Q8_0")
     with pytest.raises(CheckpointError, match="ssm_out is stored as Q8_0"):
         specdec.load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "gpt-4o": ["Hello", "World", " DON'T", " it's", " ", "123", "45", " x", "/\n", " ", " é"],
+        "tekken": ["Hello", "World", " DON", "'T", " it", "'s", " ", *"12345", " x", "/\n", " ", " é"],
+        "llama-bpe": ["HelloWorld", " DON", "'T", " it", "'s", " ", "123", "45", " x", "/\n", " ", " é"],
+    }.items(),
+)
+def test_the_named_rules_split_words(tmp_path: Path, name: str, words: list[str]) -> None:
+    text, alphabet = "HelloWorld DON'T it's 12345 x/\n  é", [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list(alphabet)
+    writer.add_token_types([1] * len(alphabet))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    core, *_ = tokenizer_parts(read_gguf(saved(writer, tmp_path / "one.gguf")))
+    assert [text[first:last] for _, (first, last) in core.pre_tokenizer.pre_tokenize_str(text)] == words
 
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

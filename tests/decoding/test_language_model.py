@@ -98,12 +98,9 @@ def test_a_batch_has_the_results_of_each_prompt_and_names_a_bad_one(lm):
     assert lm.generate_batch([]) == []
 
 
-def test_objects_are_readable_and_escaped_in_a_notebook(lm):
+def test_objects_are_readable(lm):
     result = lm.generate("<b>x</b>", max_new_tokens=12)
     for made in (lm, result, result.stats):
         assert len(repr(made)) < 500
-        assert made._repr_html_().count("<tr>") >= 3
     assert "mtp" in repr(lm)
     assert "exact, with bitwise parity" in repr(result)
-    hostile = attrs.evolve(result, text="<script>")
-    assert "<script>" not in hostile._repr_html_()

@@ -31,7 +31,7 @@ FEW = max(1, settings().max_examples // 6)  # the mechanism is the same in every
 
 @pytest.fixture(
     scope="module",
-    params=cases(TRIED, sample=["qwen3_5", "qwen3", "qwen3_5_moe", "deepseek_v3", "gemma3"], mark="slow"),
+    params=cases(TRIED, sample=["qwen3_5", "qwen3", "qwen3_5_moe", "deepseek_v3", "gemma3", "gpt_oss"], mark="slow"),
 )
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)

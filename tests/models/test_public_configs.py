@@ -113,6 +113,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "granite-3.3-2b": (CONFIGS["GRANITE_3_2B"], 2.534, None),  # "2.53B"
     "gemma-3-270m": (CONFIGS["GEMMA_3_270M"], 0.268, None),
     "gemma-3-1b": (CONFIGS["GEMMA_3_1B"], 1.0, None),
+    "gpt-oss-20b": (CONFIGS["GPT_OSS_20B"], 20.915, None),  # "20.91B"
+    "Ministral-3-3B": (CONFIGS["MINISTRAL_3_3B"], 3.429, None),  # "3.4B", the vision tower left out
 }
 
 
@@ -234,6 +236,14 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("SmolLM3-3B", {"no_rope_layers": "none"}, "no_rope_layers"),
         ("gemma-3-270m", {"layer_types": ["sliding_attention"]}, "layer_types"),
         ("gemma-3-270m", {"hidden_activation": "silu"}, "hidden_activation"),
+        ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
+        ("gpt-oss-20b", {"experts_per_token": 2}, "experts_per_token"),
+        ("gpt-oss-20b", {"num_experts_per_tok": 33}, "num_experts_per_tok"),
+        ("gpt-oss-20b", {"swiglu_limit": 0}, "swiglu_limit"),
+        ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act"),
+        ("Ministral-3-3B", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        ("Ministral-3-3B", {"attention_bias": True}, "attention_bias"),
+        ("Ministral-3-3B", {"layer_types": ["sliding_attention"] * 26}, "layer_types"),
         ("Llama-3.1-8B", {"sliding_window": 4096}, "sliding_window"),
         ("GLM-4.5-Air", {"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
         ("Llama-3.1-8B", {"use_qk_norm": True}, "use_qk_norm"),

@@ -115,7 +115,7 @@ def test_an_error_of_the_server_is_shown(server, browser):
     shown = browser.new_page()  # the browser itself reports the status as an error on the console
     shown.goto(server.url.removesuffix("/v1"))
     fill(shown, prompt="x", tokens=4, seed=2**64)
-    ended(shown, "seed takes at most 9223372036854775807, got 18446744073709552000")
+    ended(shown, "seed: Input should be less than or equal to 9223372036854775807, got 18446744073709552000")
     shown.close()
 
 

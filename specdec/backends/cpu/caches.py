@@ -16,14 +16,23 @@ from specdec.errors import StateError
 class CpuKVCache(Cache):
     """Keys and values ``[capacity, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional.
 
-    A row attends to the last ``window`` rows, its own included, or to all if it is 0.
+    A row attends to the last ``window`` rows, its own included, or to all if it is 0, and to ``sinks`` if there are.
 
     Memory is reserved up front; its pages become resident as rows are written.
     """
 
-    def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int = 0) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> None:
         self.length = 0
         self.window = window
+        self.sinks = sinks  # [nq] float32
         self.keys = torch.empty(capacity, kv_heads, head_dim, dtype=dtype, device=CPU)
         self.values = torch.empty(capacity, kv_heads, head_dim, dtype=dtype, device=CPU)
 

@@ -125,11 +125,11 @@ class NativeOps(ReferenceOps):
         self._rms_norm = function("rms_norm", "piiipfpi")
         self._layer_norm = function("layer_norm", "piiippfpi")
         self._gelu = function("gelu", "piiipi")
-        self._scale = function("scale", "piiifpi")
+        self._scale = function("scale", "piiiffiipi")
         self._add = function("add", "pipiiipi")
         self._norm_rope = function("norm_rope", "piiiiipfpiipi")
         self._gated_rms_norm = function("gated_rms_norm", "piipiiiiipfpi")
-        self._attend = function("attend", "piipiipiipppiiiiiiiifpi")
+        self._attend = function("attend", "piipiipiipppiiiiiiiifppi")
         self._conv_window = function("conv_window", "ppiiipippi")
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
         self._copy_rows = Kernel(kernels, "copy_rows", "pipiii")
@@ -467,9 +467,15 @@ class NativeOps(ReferenceOps):
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        at, stride, rows, length = self._rows(x, "scale")
+        return self._scaled(x, "scale", factor, 0.0, 1, 0)
+
+    def scale_by_position(self, x: Tensor, beta: float, length: int, position: int) -> Tensor:
+        return self._scaled(x, "scale_by_position", 1.0, beta, length, position)
+
+    def _scaled(self, x: Tensor, op: str, *how: float) -> Tensor:
+        at, stride, rows, length = self._rows(x, op)
         out = _new(rows, length, dtype=self.dtype)
-        self._scale(at, stride, rows, length, factor, out.data_ptr())
+        self._scale(at, stride, rows, length, *how, out.data_ptr())
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -550,6 +556,7 @@ class NativeOps(ReferenceOps):
             start,
             cache.window,
             scale,
+            0 if cache.sinks is None else self._floats(cache.sinks, heads, "attend", "sinks"),
             out.data_ptr(),
         )
         return out
@@ -614,6 +621,7 @@ class NativeOps(ReferenceOps):
             end - low - 1,
             0,
             scale,
+            0,
             out.data_ptr(),
         )
         return out

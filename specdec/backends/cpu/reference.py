@@ -8,6 +8,7 @@ the end of an array with different code than its body. Longer passes (prompts) a
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.packed import takes_int8
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
-from specdec.backends.ops import Capabilities, DeltaShape, Ops, Rope, Routing
+from specdec.backends.ops import Capabilities, Clamp, DeltaShape, Ops, Rope, Routing
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
 from specdec.errors import ContractError
@@ -79,8 +80,10 @@ class ReferenceOps(Ops):
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CpuKVCache:
         return CpuKVCache(capacity, kv_heads, head_dim, self.dtype)
 
-    def new_window(self, capacity: int, window: int, kv_heads: int, head_dim: int) -> CpuKVCache:
-        return CpuKVCache(capacity, kv_heads, head_dim, self.dtype, window)
+    def new_window(
+        self, capacity: int, window: int, kv_heads: int, head_dim: int, sinks: Tensor | None = None
+    ) -> CpuKVCache:
+        return CpuKVCache(capacity, kv_heads, head_dim, self.dtype, window, sinks)
 
     def new_latent(self, capacity: int, dims: int) -> CpuLatentCache:
         return CpuLatentCache(capacity, dims, self.dtype)
@@ -100,6 +103,7 @@ class ReferenceOps(Ops):
         return self._float_product(x, weight, bias)
 
     def _float_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(x.dtype)
         if x.shape[0] > MAX_ROWS:
             return F.linear(x, weight, bias)
         # MKL's bits depend on the address too: a copy has the alignment of a single row
@@ -130,6 +134,10 @@ class ReferenceOps(Ops):
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(self.dtype)
 
+    def scale_by_position(self, x: Tensor, beta: float, length: int, position: int) -> Tensor:
+        grown = [1 + beta * math.log1p((position + t) // length) for t in range(x.shape[0])]
+        return (x.float() * torch.tensor(grown, dtype=torch.float32, device=CPU)[:, None]).to(self.dtype)
+
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.cat([a, b], dim=-1)
 
@@ -145,12 +153,14 @@ class ReferenceOps(Ops):
         return self._product(x.float(), weight if id(weight) in self._integers else weight.float())
 
     def route(self, x: Tensor, weight: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits = self._float32_product(x, weight)
+        return self._route(self._float32_product(x, weight), routing, bias)
+
+    def _route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         squash = torch.sigmoid if routing.scores == "sigmoid" else functools.partial(torch.softmax, dim=-1)
         scores = _each_row(squash, logits)
         choice = scores if bias is None else scores + bias
         if routing.groups > 1:
-            grouped = choice.view(len(x), routing.groups, -1)
+            grouped = choice.view(len(logits), routing.groups, -1)
             two = grouped.sort(dim=-1, descending=True).values[..., :2]
             kept = _best(two[..., 0] + two[..., 1], routing.kept_groups)
             masked = torch.full_like(grouped, float("-inf"))
@@ -172,20 +182,8 @@ class ReferenceOps(Ops):
         shared: tuple[Tensor, Tensor, Tensor] | None = None,
         shared_gate: Tensor | None = None,
     ) -> Tensor:
-        ids, weights = chosen
         gates, ups, downs = experts
-        rows, slots = ids.shape
-        places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
-        for place, expert in enumerate(ids.flatten().tolist()):
-            places.setdefault(expert, []).append(place)
-        out = torch.empty(rows * slots, x.shape[1], dtype=self.dtype, device=CPU)
-        for expert, at in sorted(places.items()):
-            part = x if rows == 1 else x[[place // slots for place in at]]
-            out[at] = self.linear(self.swiglu(part, gates[expert], ups[expert]), downs[expert])
-        parts = out.view(rows, slots, -1)
-        total = weights[:, :1] * parts[:, 0].float()
-        for slot in range(1, slots):
-            total = total + weights[:, slot : slot + 1] * parts[:, slot].float()
+        total = self._mixed(x, chosen, lambda part, e: self.linear(self.swiglu(part, gates[e], ups[e]), downs[e]))
         if shared is not None:
             gate, up, down = shared
             common = self.linear(self.swiglu(x, gate, up), down).float()
@@ -193,6 +191,45 @@ class ReferenceOps(Ops):
                 common = common * _each_row(torch.sigmoid, self._float32_product(x, shared_gate))
             total = total + common
         return (total + residual.float()).to(self.dtype)
+
+    def clamped_moe(
+        self,
+        x: Tensor,
+        router: tuple[Tensor, Tensor],
+        routing: Routing,
+        experts: tuple[Sequence[Tensor], ...],
+        biases: tuple[Tensor, Tensor, Tensor],
+        clamp: Clamp,
+        residual: Tensor,
+    ) -> Tensor:
+        gates, ups, downs = experts
+        of_gate, of_up, of_down = biases
+
+        def expert(part: Tensor, e: int) -> Tensor:
+            gate, up = self.project(part, (gates[e], ups[e]), (of_gate[e], of_up[e]))
+            gate, up = gate.float().clamp(max=clamp.limit), up.float().clamp(-clamp.limit, clamp.limit)
+            gated = (up + 1) * gate * _each_row(torch.sigmoid, clamp.alpha * gate)
+            return self.project(gated.to(self.dtype), (downs[e],), (of_down[e],))[0]
+
+        weight, bias = router
+        chosen = self._route(self._float32_product(x, weight) + bias, routing)
+        return (self._mixed(x, chosen, expert) + residual.float()).to(self.dtype)
+
+    def _mixed(self, x: Tensor, chosen: tuple[Tensor, Tensor], run: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """The weighted sum of every row's experts, float32; ``run`` computes some rows of one."""
+        ids, weights = chosen
+        rows, slots = ids.shape
+        places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
+        for place, expert in enumerate(ids.flatten().tolist()):
+            places.setdefault(expert, []).append(place)
+        out = torch.empty(rows * slots, x.shape[1], dtype=self.dtype, device=CPU)
+        for expert, at in sorted(places.items()):
+            out[at] = run(x if rows == 1 else x[[place // slots for place in at]], expert)
+        parts = out.view(rows, slots, -1)
+        total = weights[:, :1] * parts[:, 0].float()
+        for slot in range(1, slots):
+            total = total + weights[:, slot : slot + 1] * parts[:, slot].float()
+        return total
 
     # --- attention -------------------------------------------------------------------------------------------------
 
@@ -359,7 +396,10 @@ def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> 
     scores = torch.einsum("tkgd,skd->tkgs", groups, keys) * scale
     ages = torch.arange(position, end, device=CPU)[:, None] - torch.arange(low, end, device=CPU)  # [T, S]
     unseen = (ages < 0) | (ages >= (cache.window or end))
-    weights = scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
+    if cache.sinks is not None:
+        scores = torch.cat([scores, cache.sinks.view(1, *groups.shape[1:3], 1).expand(rows, -1, -1, 1)], -1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("tkgs,skd->tkgd", weights, values).reshape(rows, heads, dim)
 
 

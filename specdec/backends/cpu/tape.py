@@ -173,7 +173,7 @@ class _KeptLength:
 class _RecordedKV(_KeptLength):
     def __init__(self, cache: Any, slot: int) -> None:
         super().__init__(slot)
-        self.keys, self.values, self.window = cache.keys, cache.values, cache.window
+        self.keys, self.values, self.window, self.sinks = cache.keys, cache.values, cache.window, cache.sinks
 
     def reserve(self, rows: int) -> tuple[Slot, Slot]:
         return self.length, self.length  # the end is not used; the replay checks that there is room

@@ -182,6 +182,10 @@ class MetalOps(Ops):
     def scale(self, x: mx.array, factor: float) -> mx.array:
         return (x.astype(mx.float32) * factor).astype(self.dtype)
 
+    def scale_by_position(self, x: mx.array, beta: float, length: int, position: int) -> mx.array:
+        steps = (number(position) + mx.arange(x.shape[0], dtype=mx.int32)) // length
+        return (x.astype(mx.float32) * (1 + beta * mx.log1p(steps.astype(mx.float32)))[:, None]).astype(self.dtype)
+
     def add_positions(self, x: mx.array, table: Matrix, position: int) -> mx.array:
         return self.add(x, self.embed(table, DeviceTokens(number(position) + mx.arange(x.shape[0], dtype=mx.int32))))
 

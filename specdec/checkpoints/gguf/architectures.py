@@ -247,6 +247,20 @@ def _glm4_moe(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collec
     _gating(config, metadata, usual=2)
 
 
+def _gpt_oss(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False
+
+
+def _mistral3(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
+    """Mistral Small 3.1 has the name too, without the scale of queries. The multiplier is not a tenth here."""
+    beta, rope = metadata.get("attention.temperature_scale"), config.get("rope_scaling", {})
+    if "mscale_all_dim" in rope:
+        rope |= {"mscale": 1.0, "mscale_all_dim": metadata["rope.scaling.yarn_log_multiplier"]}
+    if beta is not None:
+        config |= {"model_type": "ministral3", "rope_scaling": {**rope, "llama_4_scaling_beta": beta}}
+
+
 def _gating(config: dict[str, Any], metadata: Mapping[str, Any], *, usual: int) -> None:
     kind = metadata.get("expert_gating_func", usual)
     config["scoring_func"] = "sigmoid" if type(kind) is int and kind == 2 else "softmax"
@@ -316,6 +330,17 @@ ARCHITECTURES = {
         head=_GLM_HEAD,
         silent=("expert_gating_func",),
     ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        names={**_BEHIND_ATTENTION, **_EXPERTS, "attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
+        keys={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+            "sliding_window": "attention.sliding_window",
+        },
+        complete=_gpt_oss,
+    ),
     "granite": Architecture(
         model_type="granite",
         keys={
@@ -327,6 +352,9 @@ ARCHITECTURES = {
         changes=_interleaved,
     ),
     "llama": Architecture(model_type="llama", changes=_interleaved),
+    "mistral3": Architecture(
+        model_type="mistral", complete=_mistral3, changes=_interleaved, silent=("attention.temperature_scale",)
+    ),
     "olmo2": Architecture(
         model_type="olmo2", names={**_BEHIND_ATTENTION, "post_ffw_norm": "post_feedforward_layernorm"}
     ),

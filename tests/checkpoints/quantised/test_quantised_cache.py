@@ -3,13 +3,18 @@
 import errno
 import os
 import shutil
+import sys
+from pathlib import Path
 
+import attrs
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specdec.checkpoints import Checkpoint, StoredWeights
+from specdec.cli.doctor import doctor
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
 from specdec.models.loading import load_target
@@ -147,3 +152,29 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(source, tmp_path, m
         load(source, tmp_path / "cache")
     assert "bytes" in caught.value.facts["needs"]
     assert (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8") == kept
+
+
+def test_rounded_weights_of_a_large_checkpoint_are_kept_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_qwen3_5(tmp_path / "plain", dtype="bfloat16")
+    kept = tmp_path / "weights"
+    monkeypatch.setattr("specdec.models.loading.weights_folder", lambda: kept)
+    monkeypatch.setattr(sys.modules[doctor.callback.__module__], "weights_folder", lambda: kept)
+    target = TargetConfig(model=str(folder), weights="int8")
+
+    def said(target: TargetConfig) -> str:
+        return "; ".join(load_target(RunConfig(target=target)).notices)
+
+    assert "cache" not in said(target)  # small
+    monkeypatch.setattr("specdec.models.loading.KEPT", 1)
+    assert "cache" not in said(attrs.evolve(target, decoded_cache="off"))
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(1000, 0, 1000))
+        assert "rounded at every load" in said(target)
+    assert f"rounded into the cache {kept}" in said(target)
+    written = only(kept)
+    assert "cache" not in said(target)  # taken from it
+    assert only(kept) == written
+    assert CliRunner().invoke(doctor, ["--clear-weights", "--json"]).exit_code == 0
+    assert not kept.exists()

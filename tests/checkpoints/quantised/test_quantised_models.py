@@ -6,9 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import specdec
 from specdec.checkpoints import Checkpoint, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
-from specdec.models.loading import _stored_dtype
+from specdec.config import RunConfig, TargetConfig
+from specdec.errors import CheckpointError
+from specdec.models.loading import _stored_dtype, load_target
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
@@ -34,6 +37,11 @@ def split(folder, source, choose, dtype=torch.bfloat16, **config):
     for made in ("stored", "decoded"):
         tiny.write_tokenizer(folder / made)
     return folder / "stored", folder / "decoded"
+
+
+def outputs_of(target):
+    """Logits of a pass of several rows."""
+    return torch.as_tensor(target.decode(target.new_state(64), PROMPT).need_logits().rows()).clone()
 
 
 def outputs(folder, dtype, kernels):
@@ -110,6 +118,54 @@ def test_fused_experts_with_scales_of_their_own(tmp_path):
     formats = formats_of(Checkpoint.open(tmp_path / "stored"))
     assert formats["mtp.layers.0.mlp.experts.gate_up_proj"].format == "fp8-block 16x24"
     assert_same_outputs(tmp_path / "stored", tmp_path / "decoded")
+
+
+def test_the_layouts_of_gpt_oss_are_one_model(tmp_path):
+    """Experts as released (packed or decoded, also into a cache), decoded to BF16, and in stacks, as mlx-lm writes."""
+    shape = {**tiny_families.SHAPES["gpt_oss"]["released"], "hidden": 64, "intermediate": 96, "dtype": "bfloat16"}
+    source = tiny.WRITERS["gpt_oss"](tmp_path / "source", **shape)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    layouts: dict[str, q.Tensors] = {"released": {}, "plain": {}, "stacks": {}}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".experts." not in name:
+            for tensors in layouts.values():
+                tensors[name] = tensor
+            continue
+        split_up, bias = "gate_up" in name, name.endswith("_bias")
+        rows = tensor if bias else tensor.transpose(1, 2)
+        if not bias:
+            parts, values = q.mxfp4(rows.float().numpy(), naming="compressed-tensors")
+            layouts["released"][f"{name}_blocks"] = parts["weight_packed"].view(*rows.shape[:2], -1, 16)
+            layouts["released"][f"{name}_scales"] = parts["weight_scale"]
+            rows = torch.from_numpy(values).bfloat16()
+            tensor = rows.transpose(1, 2).contiguous()
+        layouts["plain"][name] = tensor
+        if bias:
+            layouts["released"][name] = tensor
+        stem, kind = name.removesuffix("_bias").rpartition(".")[0], "bias" if bias else "weight"
+        for part, some in {"gate": rows[:, ::2], "up": rows[:, 1::2]}.items() if split_up else [("down", rows)]:
+            layouts["stacks"][f"{stem}.{part}_proj.{kind}"] = some.contiguous()
+    for layout, tensors in layouts.items():
+        told = config | ({"quantization_config": {"quant_method": "mxfp4"}} if layout == "released" else {})
+        tiny.write_tokenizer(write_checkpoint(tmp_path / layout, told, tensors))
+    released = tmp_path / "released"
+    assert formats_of(Checkpoint.open(released))["layers.0.mlp.experts.down_proj"].format == "mxfp4"
+    for layout in ("plain", "stacks"):
+        assert_same_outputs(released, tmp_path / layout)
+    ways = ({}, {"weights": "decoded"}, *[{"weights": "decoded", "decoded_cache": str(tmp_path / "cache")}] * 2)
+    targets = [load_target(RunConfig(target=TargetConfig(model=str(released), **way))).target for way in ways]
+    packed, *whole = (outputs_of(target) for target in targets)
+    assert all(torch.equal(whole[0], one) for one in whole)
+    assert float((packed - whole[0]).abs().max()) < 0.05 * float(whole[0].abs().max())
+    assert ("mxfp4 (" in targets[0].info.weights) == ("native" in tiny.kernels_available())
+    plain, drafted = (
+        specdec.load(str(released), drafter=drafter).generate("one two one two ", max_new_tokens=32, ignore_eos=True)
+        for drafter in ("none", "ngram")
+    )
+    assert plain.tokens == drafted.tokens
+    square = tiny.WRITERS["gpt_oss"](tmp_path / "square", **shape | {"intermediate": 32})
+    with pytest.raises(CheckpointError, match="either way round"):
+        specdec.load(str(square))
 
 
 def test_latent_attention_splits_a_decoded_projection(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
@@ -187,13 +188,29 @@ class AppendedRowsStay(ReferenceOps):
 
 
 class WindowForgotten(ReferenceOps):
-    def new_window(self, capacity, window, kv_heads, head_dim):
-        return self.new_kv(capacity, kv_heads, head_dim)
+    def new_window(self, capacity, window, kv_heads, head_dim, sinks=None):
+        return super().new_window(capacity, 0, kv_heads, head_dim, sinks)
 
 
 class GegluWithSilu(ReferenceOps):
     def geglu(self, x, gate, up):
         return super().swiglu(x, gate, up)
+
+
+class SinksForgotten(ReferenceOps):
+    def new_window(self, capacity, window, kv_heads, head_dim, sinks=None):
+        return super().new_window(capacity, window, kv_heads, head_dim)
+
+
+class LengthsOfThePass(ReferenceOps):
+    def scale_by_position(self, x, beta, length, position):
+        return super().scale_by_position(x, beta, length, 0)
+
+
+class GateWithoutALimit(ReferenceOps):
+    def clamped_moe(self, x, router, routing, experts, biases, clamp, residual):
+        unlimited = attrs.evolve(clamp, limit=1e6)
+        return super().clamped_moe(x, router, routing, experts, biases, unlimited, residual)
 
 
 BROKEN = {
@@ -224,4 +241,7 @@ BROKEN = {
     AppendedRowsStay: "O25",
     WindowForgotten: "O26",
     GegluWithSilu: "O27",
+    SinksForgotten: "O28",
+    LengthsOfThePass: "O29",
+    GateWithoutALimit: "O30",
 }

@@ -33,6 +33,7 @@ template <class T> struct Attention {
     int64_t rows, heads, kv_heads, dim, position;
     int64_t window;  // keys that a query sees, its own included; 0: all
     float scale;
+    const float* sinks;  // a score per head that joins its softmax and has no value, or none
     T* out;
 
     int64_t group() const { return heads / kv_heads; }
@@ -228,12 +229,19 @@ void finish(const Attention<T>& a, Partial result, int64_t first, int64_t rows, 
     const int64_t group = a.group(), wide = a.wide();
     for (int64_t m = 0; m < rows * group; ++m) {
         const int64_t row = first + m / group, head = kv * group + m % group;
-        const vf total = splat(result.total[m]);
+        float sum = result.total[m];
+        vf kept = splat(1.0f);
+        if (a.sinks) {  // relative to the larger one, so that neither overflows
+            const float top = std::max(result.top[m], a.sinks[head]);
+            kept = splat(exponential(result.top[m] - top));
+            sum = fma(sum, kept[0], exponential(a.sinks[head] - top));
+        }
+        const vf total = splat(sum);
         const T* gate = a.gate ? a.gate + row * a.gate_row + head * a.gate_head : nullptr;
         T* to = a.out + (row * a.heads + head) * a.dim;
         for (int64_t d = 0; d < a.dim; d += W) {
             const int some = (int)std::min<int64_t>(W, a.dim - d);
-            vf y = load(result.sum + m * wide + d) / total;
+            vf y = load(result.sum + m * wide + d) * kept / total;
             if (gate) y = y * sigmoid(some == W ? load(gate + d) : load(gate + d, some));
             if (some == W)
                 store(y, to + d);
@@ -315,12 +323,12 @@ using namespace specdec;
                                   int64_t k_head, const void* v, int64_t v_row, int64_t v_head, void* keys,            \
                                   void* values, const void* gate, int64_t gate_row, int64_t gate_head, int64_t rows,   \
                                   int64_t heads, int64_t kv_heads, int64_t dim, int64_t position, int64_t window,      \
-                                  float scale, void* out, int64_t threads) {                                           \
+                                  float scale, const void* sinks, void* out, int64_t threads) {                        \
         const int64_t slot = kv_heads * dim;                                                                           \
         append((T*)keys + position * slot, slot, (const T*)k, k_row, k_head, rows, kv_heads, dim);                     \
         append((T*)values + position * slot, slot, (const T*)v, v_row, v_head, rows, kv_heads, dim);                   \
         attend<T>({(const T*)q, q_row, q_head, (const T*)keys, (const T*)values, slot, (const T*)gate, gate_row,       \
-                   gate_head, rows, heads, kv_heads, dim, position, window, scale, (T*)out},                           \
+                   gate_head, rows, heads, kv_heads, dim, position, window, scale, (const float*)sinks, (T*)out},      \
                   (int)threads);                                                                                       \
     }
 

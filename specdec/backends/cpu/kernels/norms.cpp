@@ -82,6 +82,17 @@ void map_rows(const T* x, int64_t stride, int64_t rows, int64_t n, T* out, int t
     });
 }
 
+// Multiplies a row at position p by factor * (1 + beta ln(1 + floor(p / length))).
+template <class T>
+void scale(const T* x, int64_t stride, int64_t rows, int64_t n, float factor, float beta, int64_t length,
+           int64_t position, T* out, int threads) {
+    for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
+        const double grown = 1 + beta * std::log1p((double)((position + row) / length));
+        const vf by = splat((float)(factor * grown));
+        fill(out + row * n, n, [&](int64_t i, int some) { return load_some(x + row * stride + i, some) * by; });
+    });
+}
+
 template <class T>
 void add(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t rows, int64_t n, T* out, int threads) {
     for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
@@ -157,9 +168,9 @@ using namespace specdec;
     EXPORT void gelu_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, void* out, int64_t threads) {      \
         map_rows((const T*)x, stride, rows, n, (T*)out, (int)threads, [](vf a) { return gelu(a); });                   \
     }                                                                                                                  \
-    EXPORT void scale_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, float factor, void* out,          \
-                                 int64_t threads) {                                                                    \
-        map_rows((const T*)x, stride, rows, n, (T*)out, (int)threads, [=](vf a) { return a * splat(factor); });        \
+    EXPORT void scale_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, float factor, float beta,         \
+                                 int64_t length, int64_t position, void* out, int64_t threads) {                       \
+        scale((const T*)x, stride, rows, n, factor, beta, length, position, (T*)out, (int)threads);                    \
     }                                                                                                                  \
     EXPORT void add_##NAME(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t rows, int64_t n,  \
                                void* out, int64_t threads) {                                                           \

@@ -74,12 +74,12 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
     X(choose_rows, void, "piipippi")                                                                                   \
     X(layer_norm, void, "piiippfpi")                                                                                   \
     X(gelu, void, "piiipi")                                                                                            \
-    X(scale, void, "piiifpi")                                                                                          \
+    X(scale, void, "piiiffiipi")                                                                                       \
     X(add, void, "pipiiipi")                                                                                           \
     X(rms_norm, void, "piiipfpi")                                                                                      \
     X(norm_rope, void, "piiiiipfpiipi")                                                                                \
     X(gated_rms_norm, void, "piipiiiiipfpi")                                                                           \
-    X(attend, void, "piipiipiipppiiiiiiiifpi")                                                                         \
+    X(attend, void, "piipiipiipppiiiiiiiifppi")                                                                        \
     X(conv_window, void, "ppiiipippi")                                                                                 \
     X(gated_delta, void, "iiiipppppppipi")                                                                             \
     X(copy_rows, void, "pipiii")                                                                                       \

@@ -1,4 +1,4 @@
-"""Checks of a backend's operations against the torch reference: clauses O1 to O27."""
+"""Checks of a backend's operations against the torch reference: clauses O1 to O30."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ SENTENCES = {
     "O23": "``add`` is the sum of two activations; ``add_positions`` adds the table's rows from the first position on; "
     "``scale`` multiplies every element.",
     "O27": "``geglu`` is ``gelu(x @ gate.T) * (x @ up.T)``.",
+    "O29": "``scale_by_position`` multiplies a row by 1 plus beta times the logarithm of 1 plus the lengths before it.",
+    "O30": "``clamped_moe`` routes by biased logits to experts with biases and a clamped gating; others are not read.",
 }
 """The clauses that hold if the operations of the table agree with the reference."""
 
@@ -130,6 +132,8 @@ def _attentions(bench: Bench, clause: str) -> Iterator[tuple[Layer, int, int]]:
         elif clause == "O26":
             for size in (1, 5, 70):
                 yield layers.sliding(bench, before + rows, size), before, rows
+        elif clause == "O28":
+            yield layers.sunk(bench, before + rows, (0, 5)[number % 2]), before, rows
     if clause == "O24":
         for rows, before, first in SPANS:
             for causal in (True, False):
@@ -160,6 +164,7 @@ checks_of(
         "O24": "``attend_from`` attends from each row's first row on, up to itself, or to the end of the pass.",
         "O26": "``attend`` over a cache of ``new_window`` sees the last rows of the window only, the row's own "
         "included.",
+        "O28": "``attend`` over a cache with sinks gives them their share of every softmax, and mixes no value for it.",
     },
 )
 

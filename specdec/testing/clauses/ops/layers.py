@@ -96,8 +96,10 @@ class Layer(Call):
 
 
 def fill_with_nan(cache: object) -> None:
-    """Fill a cache's arrays in host memory with NaN: what no row was written to must not matter."""
+    """Fill a cache's rows in host memory with NaN: what no row was written to must not matter."""
     for array in vars(cache).values():
+        if getattr(array, "ndim", 0) < 2:  # a parameter
+            continue
         if isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating):
             array.fill(np.nan)
         elif isinstance(array, torch.Tensor) and array.is_floating_point():
@@ -180,6 +182,22 @@ def sliding(bench: Bench, rows: int, size: int = 3) -> Layer:
     return layer
 
 
+def sunk(bench: Bench, rows: int, size: int = 0) -> Layer:
+    """Attention over a cache with sinks, and a window or none. Raises: NotApplicable if the backend has none."""
+    sinks = bench.vector(HEADS, scale=3.0)
+
+    def new(ops: Ops, capacity: int) -> Cache:
+        return ops.new_window(capacity, size, KV_HEADS, HEAD_DIM, sinks.values if ops is REFERENCE else sinks.array)
+
+    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
+        return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5)
+
+    layer = Layer(bench, "new_window with sinks", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS))
+    with bench.optional("new_window with sinks"):
+        layer.cache(1)
+    return layer
+
+
 def delta(bench: Bench, rows: int) -> Layer:
     """A convolution window followed by the gated delta rule; the results of both."""
 
@@ -204,6 +222,6 @@ def every(bench: Bench, rows: int) -> Iterator[Layer]:
     """A layer of each kind that the backend has."""
     yield attention(bench, rows)
     yield delta(bench, rows)
-    for optional in (latent, window, sliding):
+    for optional in (latent, window, sliding, sunk):
         with contextlib.suppress(NotApplicable):
             yield optional(bench, rows)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.backends.ops import DeltaShape, Ops, Rope, Routing
+from specdec.backends.ops import Clamp, DeltaShape, Ops, Rope, Routing
 from specdec.errors import UnsupportedError
 from specdec.testing.checks import Broken, NotApplicable, Run, expect, expect_equal, not_applicable
 from specdec.testing.subjects import OpsSubject
@@ -289,6 +289,11 @@ def _scale(bench: Bench, rows: int, number: int) -> Call:
     return Call("scale", bench.act(rows, LENGTH), (25.25, 0.22, 1 / 3)[number % 3], terms=1)
 
 
+def _scale_by_position(bench: Bench, rows: int, number: int) -> Call:
+    position = Position((0, 3, 60 - rows)[number % 3])
+    return Call("scale_by_position", bench.act(rows, LENGTH), 0.375, (16, 5, 1)[number % 3], position, terms=8)
+
+
 def _add_positions(bench: Bench, rows: int, number: int) -> Call:
     position = Position((0, 3, 60 - rows)[number % 3])
     return Call("add_positions", bench.act(rows, LENGTH), bench.matrix(60, LENGTH), position, terms=1)
@@ -420,6 +425,35 @@ def _moe(bench: Bench, rows: int, number: int) -> Call:
     return Call(run, x, ids, weights, residual, *stacks, *shared, *gate, roundings=8, terms=500)
 
 
+def _clamped_moe(bench: Bench, rows: int, number: int) -> Call:
+    """With a limit that is often reached; a third of the experts is never chosen and holds NaN."""
+    count, wide, never = 9, 19, [2, 5, 8]
+    values = [bench.normal(count, *shape, scale=1 / 3) for shape in ((wide, LENGTH), (wide, LENGTH), (LENGTH, wide))]
+    logits = torch.zeros(count)
+    for tensor in (*values, logits):
+        tensor[never] = -100.0 if tensor is logits else torch.nan
+    routing, clamp = (
+        Routing(top_k=6, scores="softmax", normalised=True),
+        Clamp(alpha=1.702, limit=(0.7, 2.0)[number % 2]),
+    )
+
+    def run(ops: Ops, x: Any, residual: Any, router: Any, added: Any, *parts: Any) -> Any:
+        return ops.clamped_moe(x, (router, added), routing, parts[:3], parts[3:], clamp, residual)
+
+    return Call(
+        run,
+        bench.act(rows, LENGTH),
+        bench.act(rows, LENGTH),
+        bench.matrix(count, LENGTH, scale=1 / 3),
+        bench.drawn(bench.ops.vector(logits)),
+        *map(bench.stack, values),
+        *(bench.vector(count, size, scale=0.5) for size in (wide, wide, LENGTH)),
+        roundings=8,
+        terms=2000,
+        magnitude=lambda results, *_: results[0].abs().amax(-1, keepdim=True),
+    )
+
+
 OPERATIONS: Sequence[Operation] = (
     Operation("O1", "vector", _vector, 1),
     Operation("O1", "embed", _embed, 5),
@@ -442,4 +476,6 @@ OPERATIONS: Sequence[Operation] = (
     Operation("O23", "add_positions", _add_positions),
     Operation("O23", "scale", _scale),
     Operation("O27", "geglu", _gated("geglu"), 5, optional=True),
+    Operation("O29", "scale_by_position", _scale_by_position, optional=True),
+    Operation("O30", "clamped_moe", _clamped_moe, 10, optional=True),
 )
