@@ -205,7 +205,7 @@ def test_an_agent_calls_its_tools_and_reads_their_results(server):
     pytest.importorskip("llguidance")
     results = []
 
-    def add(a, b):
+    def add(a: int, b: int) -> int:  # smolagents reads the types
         """Add two numbers.
 
         Args:
@@ -215,7 +215,7 @@ def test_an_agent_calls_its_tools_and_reads_their_results(server):
         results.append(a + b)
         return results[-1]
 
-    def multiply(a, b):
+    def multiply(a: int, b: int) -> int:
         """Multiply two numbers.
 
         Args:
