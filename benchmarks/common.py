@@ -106,13 +106,13 @@ def in_turns(
     repeats: int,
     *,
     warm_up: int = 0,
-    measure: Callable[[Callable[[], Any]], float] = seconds,
-) -> dict[Name, list[float]]:
+    measure: Callable[[Callable[[], Any]], Any] = seconds,
+) -> dict[Name, list[Any]]:
     """Figures of every call, ``repeats`` times, in alternating order, after ``warm_up`` uncounted rounds.
 
     ``operator.call`` measures a call that returns its own figure.
     """
-    figures: dict[Name, list[float]] = {name: [] for name in calls}
+    figures: dict[Name, list[Any]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name in calls if repeat % 2 == 0 else reversed(calls):
             figures[name].append(measure(calls[name]))

@@ -25,6 +25,7 @@ import contextlib
 import functools
 import http.client
 import json
+import operator
 import os
 import pathlib
 import random
@@ -42,6 +43,7 @@ from benchmarks.common import (
     call,
     counters,
     free_port,
+    in_turns,
     machine,
     median,
     memory_growth,
@@ -213,24 +215,18 @@ def speed(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[
         rng = random.Random(1)
         bodies = [body(prompt(text, options.tokens, rng), options.tokens) for _ in range(options.requests)]
         expected = [ask(hosts["plain"], data) for data in bodies]
-        for host in hosts.values():
-            together(
-                4, [functools.partial(ask, host, data) for data in bodies], catch=FAILURES
-            )  # prompts are in the caches from here
+        work = {name: [functools.partial(ask, host, data) for data in bodies] for name, host in hosts.items()}
+        for asked in work.values():
+            together(4, asked, catch=FAILURES)  # prompts are in the caches from here
         for clients in options.clients:
             before = {name: counters(host, *DRAFTED) for name, host in hosts.items()}
-            rates: dict[str, list[float]] = {name: [] for name in hosts}
-            wrong: dict[str, int] = dict.fromkeys(hosts, 0)
-            for repeat in range(options.repeats):
-                for name in hosts if repeat % 2 == 0 else reversed(hosts):
-                    got, took = together(
-                        clients, [functools.partial(ask, hosts[name], data) for data in bodies], catch=FAILURES
-                    )
-                    wrong[name] += sum(answer != right for answer, right in zip(got, expected, strict=True))
-                    rates[name].append(len(bodies) * options.tokens / took)
+            runs = {name: functools.partial(together, clients, asked, catch=FAILURES) for name, asked in work.items()}
+            answers = in_turns(runs, options.repeats, measure=operator.call)
+            rates = {name: [len(bodies) * options.tokens / took for _, took in got] for name, got in answers.items()}
             for name, host in hosts.items():
                 after = counters(host, *DRAFTED)
                 offered, accepted = (int(after[one] - before[name][one]) for one in DRAFTED)
+                wrong = sum(a != b for got, _ in answers[name] for a, b in zip(got, expected, strict=True))
                 rows.append(
                     {
                         "text": text,
@@ -242,7 +238,7 @@ def speed(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[
                         "drafted": offered,
                         "accepted": accepted,
                         "answers": len(bodies) * options.repeats,
-                        "wrong": wrong[name],
+                        "wrong": wrong,
                     }
                 )
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

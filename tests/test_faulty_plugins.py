@@ -4,10 +4,10 @@ and keeps the tokens. A guarantee never stands where it does not hold.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import runpy
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -37,6 +37,7 @@ from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from specdec.verifiers.strict import StrictVerifier
+from tests.processes import ROOT
 from tests.selection import examples
 
 PROMPT = [7, 8, 9, 7, 8, 9, 7, 8]
@@ -148,40 +149,29 @@ class Faulted:
         return (lambda *given: ask(name, lambda: right(*given))) if inspect.ismethod(right) else right
 
 
+def plugin_of(**hooks):
+    return type("Plugin", (), {name: hookimpl(hook) for name, hook in hooks.items()})()
+
+
 def plugin(faulty):
     """A plugin of every kind; the one that the fault is about has it."""
     ask = faulty.answer
 
-    def factory(kind, make):
+    def listed(spec, kind, make):
         own = faulty.fault is not None and faulty.fault.kind == kind
-        return lambda *_: ask("factory", lambda: Faulted(make(), faulty)) if own else make()
 
-    class Plugin:
-        @hookimpl
-        def specdec_drafters(self):
-            return [DrafterSpec(name="faulty", factory=factory("drafter", Repeats))]
+        def factory(*_):
+            return ask("factory", lambda: Faulted(make(), faulty)) if own else make()
 
-        @hookimpl
-        def specdec_verifiers(self):
-            return [VerifierSpec(name="faulty", factory=factory("verifier", StrictVerifier))]
+        return lambda self: [spec(name="faulty", factory=factory)]
 
-        @hookimpl
-        def specdec_depth_policies(self):
-            return [
-                DepthPolicySpec(
-                    name="faulty", factory=factory("depth policy", lambda: FixedPolicy(FixedConfig(depth=3)))
-                )
-            ]
-
-        @hookimpl
-        def specdec_logits_processors(self):
-            return [ProcessorSpec(name="faulty", factory=factory("logits processor", Favours))]
-
-        @hookimpl
-        def specdec_cycle(self, record):
-            return ask("specdec_cycle", lambda: None)
-
-    return Plugin()
+    return plugin_of(
+        specdec_drafters=listed(DrafterSpec, "drafter", Repeats),
+        specdec_verifiers=listed(VerifierSpec, "verifier", StrictVerifier),
+        specdec_depth_policies=listed(DepthPolicySpec, "depth policy", lambda: FixedPolicy(FixedConfig(depth=3))),
+        specdec_logits_processors=listed(ProcessorSpec, "logits processor", Favours),
+        specdec_cycle=lambda self, record: ask("specdec_cycle", lambda: None),
+    )
 
 
 @st.composite
@@ -202,11 +192,7 @@ def install():
     """``install(plugin)``: the built-in plugins and this one."""
     former = use_registry(None)
 
-    def installed(plugin):
-        registry = Registry([*BUILT_INS, plugin], entry_points=())
-        use_registry(registry)
-
-    yield installed
+    yield lambda plugin: use_registry(Registry([*BUILT_INS, plugin], entry_points=()))
     use_registry(former)
 
 
@@ -286,55 +272,29 @@ class NoOps(Backend):
         raise OSError("no licence")
 
 
-BUILDING: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "drafter prepare": (
-        "specdec_drafters",
-        DrafterSpec(name="faulty", factory=boom, prepare=boom),
-        {"drafter": "faulty"},
-    ),
-    "drafter needs": ("specdec_drafters", DrafterSpec(name="faulty", factory=boom, needs=boom), {"drafter": "faulty"}),
-    "drafter factory": ("specdec_drafters", DrafterSpec(name="faulty", factory=boom), {"drafter": "faulty"}),
-    "verifier factory": ("specdec_verifiers", VerifierSpec(name="faulty", factory=boom), {"verifier": "faulty"}),
-    "depth policy factory": (
-        "specdec_depth_policies",
-        DepthPolicySpec(name="faulty", factory=boom),
-        {"depth": "faulty"},
-    ),
-    "backend factory": ("specdec_backends", BackendSpec(name="faulty", factory=boom), {"backend": "faulty"}),
-    "backend ops": (
-        "specdec_backends",
-        BackendSpec(name="faulty", factory=lambda config: NoOps()),
-        {"backend": "faulty"},
-    ),
-    "plugin specdec_forward_pass": ("specdec_forward_pass", None, {}),
+BUILDING = {
+    "drafter prepare": ("specdec_drafters", DrafterSpec(name="faulty", factory=boom, prepare=boom)),
+    "drafter needs": ("specdec_drafters", DrafterSpec(name="faulty", factory=boom, needs=boom)),
+    "drafter factory": ("specdec_drafters", DrafterSpec(name="faulty", factory=boom)),
+    "verifier factory": ("specdec_verifiers", VerifierSpec(name="faulty", factory=boom)),
+    "depth policy factory": ("specdec_depth_policies", DepthPolicySpec(name="faulty", factory=boom)),
+    "backend factory": ("specdec_backends", BackendSpec(name="faulty", factory=boom)),
+    "backend ops": ("specdec_backends", BackendSpec(name="faulty", factory=lambda config: NoOps())),
+    "plugin specdec_forward_pass": ("specdec_forward_pass", None),
 }
 
 
 @pytest.mark.parametrize("case", BUILDING)
 def test_a_failure_while_the_parts_are_built_names_kind_and_method(case, install):
-    hook, spec, choices = BUILDING[case]
+    hook, spec = BUILDING[case]
     kind, _, method = case.rpartition(" ")
-
-    def function(self, target_config):
-        return boom()
-
-    def listed(self):
-        return [spec]
-
-    implementation = function if spec is None else listed
-    implementation.__name__ = hook
-    install(type("Plugin", (), {hook: hookimpl(implementation)})())
+    install(plugin_of(**{hook: (lambda self: [spec]) if spec else lambda self, target_config: boom()}))
     with pytest.raises(PluginError, match=rf"the {kind} '.*' failed in {method}: OSError: no licence"):
-        specdec.load("demo", **choices)
+        specdec.load("demo", **({kind.split()[0]: "faulty"} if spec else {}))
 
 
 def test_a_verifier_without_a_guarantee_is_refused(install):
-    class Plugin:
-        @hookimpl
-        def specdec_verifiers(self):
-            return [VerifierSpec(name="odd", factory=lambda config: object())]
-
-    install(Plugin())
+    install(plugin_of(specdec_verifiers=lambda self: [VerifierSpec(name="odd", factory=lambda config: object())]))
     with pytest.raises(PluginError, match="'odd' failed in factory: AttributeError: .*'guarantee'"):
         make_verifier(Choice("odd"))
 
@@ -342,17 +302,7 @@ def test_a_verifier_without_a_guarantee_is_refused(install):
 # --- targets of another engine ----------------------------------------------------------------------------------------
 
 
-def first_target():
-    file = Path(__file__).parent.parent / "examples" / "first_target.py"
-    spec = importlib.util.spec_from_file_location("first_target", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FIRST = first_target()
+FIRST = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "first_target.py")))
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
@@ -368,12 +318,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.fixture
 def markov(install):
-    class Plugin:
-        @hookimpl
-        def specdec_forward_pass(self, target_config):
-            return FIRST.Markov(FIRST.TEXT)
-
-    install(Plugin())
+    install(plugin_of(specdec_forward_pass=lambda self, target_config: FIRST.Markov(FIRST.TEXT)))
     return specdec.load(backend="markov", drafter="ngram", depth=3)
 
 

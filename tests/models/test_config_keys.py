@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -54,25 +53,25 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def parsed(name: str, changes: Mapping[str, Any]) -> Any:
+def parsed(name, changes):
     return family_of(CONFIGS[name] | dict(changes), FOLDER)[1]
 
 
 @given(NAMES, st.sampled_from([(key, value) for key, values in CHANGING.items() for value in values]))
-def test_a_key_that_changes_the_computation_is_refused_by_name(name: str, change: tuple[str, Any]) -> None:
+def test_a_key_that_changes_the_computation_is_refused_by_name(name, change):
     with pytest.raises(CheckpointError, match=change[0]):
         parsed(name, [change])
 
 
 @given(NAMES, st.sets(st.sampled_from(sorted(CHANGING))), st.sets(st.sampled_from(sorted(NEUTRAL))))
-def test_a_value_that_changes_nothing_is_taken(name: str, empty: set[str], neutral: set[str]) -> None:
+def test_a_value_that_changes_nothing_is_taken(name, empty, neutral):
     changes = {key: NEUTRAL[key] for key in neutral} | {
         key: None for key in empty - neutral if key not in ("use_sliding_window", "mlp_bias")
     }
     assert parsed(name, changes) == parsed(name, {})
 
 
-def test_defaults_that_transformers_writes_are_taken() -> None:
+def test_defaults_that_transformers_writes_are_taken():
     transformers = pytest.importorskip("transformers")
     llama_like = "Llama Qwen2 Qwen3 Gemma3Text GptOss Granite Ministral3 Mistral Olmo2 Phi3 Qwen3Moe SmolLM3"
     for family in f"Qwen3_5 Qwen3_5Moe Qwen3Next Glm4Moe DeepseekV3 {llama_like}".split():
@@ -98,14 +97,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": YARN | {"type": "linear"}}, "'type' 'linear'"),
     ],
 )
-def test_rotary_keys_that_contradict_each_other_are_refused(changes: dict[str, Any], named: str) -> None:
+def test_rotary_keys_that_contradict_each_other_are_refused(changes, named):
     with pytest.raises(CheckpointError, match=named):
         parsed("Qwen2.5-7B", changes)
 
 
-def test_rotary_keys_that_agree_are_taken_from_either_place() -> None:
+def test_rotary_keys_that_agree_are_taken_from_either_place():
     old = {key: value for key, value in YARN.items() if key != "rope_type"} | {"type": "yarn"}
-    ways: list[dict[str, Any]] = [
+    ways = [
         {"rope_scaling": old},
         {"rope_parameters": YARN, "rope_scaling": old},
         {"rope_parameters": YARN | {"rope_theta": 1e6, "partial_rotary_factor": None}, "rope_scaling": YARN},
@@ -115,7 +114,7 @@ def test_rotary_keys_that_agree_are_taken_from_either_place() -> None:
 
 
 @given(st.sampled_from([lambda c: {**c}, dict, lambda c: c | {}, lambda c: {} | c, lambda c: dict(c.items())]))
-def test_a_family_that_reads_a_key_is_responsible_for_it(copied: Callable[[Any], dict[str, Any]]) -> None:
+def test_a_family_that_reads_a_key_is_responsible_for_it(copied):
     config = {"logit_scale": 0.5, "sliding_window": 7, "mlp_bias": True}
     read = ReadKeys(config)
     with pytest.raises(CheckpointError):

@@ -1,11 +1,5 @@
 """A dry run of ``build`` and a real one take the same tensors, and a family's config is complete."""
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from specdec.backends.cpu.reference import ReferenceOps
@@ -21,25 +15,23 @@ ALL = {**SHAPES, "qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES}
 class Watched(StoredWeights):
     """Weights that note what is read."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint):
         super().__init__(checkpoint)
-        self.read: set[str] = set()
+        self.read = set()
 
-    def _found(self, name: str) -> Any:
+    def _found(self, name):
         self.read.add(name)
         return super()._found(name)
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, shapes in ALL.items() for name in shapes])
-def test_a_real_build_reads_what_the_dry_run_took(
-    family: str, name: str, checkpoint: Callable[..., pathlib.Path]
-) -> None:
+def test_a_real_build_reads_what_the_dry_run_took(family, name, checkpoint):
     folder = checkpoint(family, **ALL[family][name])
     opened = Checkpoint.open(folder)
     spec, config = family_of(text_config(opened.config), folder)
     dry = dry_run(spec, config, StoredWeights(opened))
     real = Watched(opened)
-    ops: Any = ReferenceOps(tiny.torch.float32)
+    ops = ReferenceOps(tiny.torch.float32)
     spec.build(config, Weights(ops, real))
     assert real.read == set(dry.tensors)
     assert {name: real.shape(name) for name in dry.tensors} == {name: spec.shape for name, spec in dry.tensors.items()}

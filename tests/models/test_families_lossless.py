@@ -1,22 +1,16 @@
 """Every family on the CPU: speculation leaves the tokens and the bits of plain decoding."""
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.contract import Drafter, Parity
+from specdec.contract import Parity
 from specdec.models.parity import probe_rows
 from tests import tiny
 from tests.backends import families
 from tests.backends.families import TRIED, VOCAB
-from tests.decoding.test_lossless import Case, adversarial, mtp, ngram, oracle, partly_right, random
+from tests.decoding.test_lossless import adversarial, mtp, ngram, oracle, partly_right, random
 from tests.decoding.test_state import poison
 from tests.selection import cases
 from tests.tiny_families import SHAPES
@@ -33,18 +27,18 @@ FEW = max(1, settings().max_examples // 6)  # the mechanism is the same in every
     scope="module",
     params=cases(TRIED, sample=["qwen3_5", "qwen3", "qwen3_5_moe", "deepseek_v3", "gemma3", "gpt_oss"], mark="slow"),
 )
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def dtype(kernels: str) -> str:
+def dtype(kernels):
     """Each kind of kernels in one dtype: the other pairs differ in nothing that a family sees."""
     return {"torch": "float32", "native": "bfloat16"}[kernels]
 
 
 @pytest.fixture(scope="module")
-def target(family: str, kernels: str, dtype: str, make_target: Callable[..., Any]) -> Any:
+def target(family, kernels, dtype, make_target):
     return make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **TRIED[family])
 
 
@@ -56,24 +50,17 @@ def target(family: str, kernels: str, dtype: str, make_target: Callable[..., Any
     numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 )
 def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
-    family: str,
-    dtype: str,
-    target: Any,
-    checkpoint: Callable[..., pathlib.Path],
-    prompt: tuple[int, ...],
-    drafter: Callable[[Case], Drafter],
-    depths: list[int],
-    numbers: list[int],
-) -> None:
+    family, dtype, target, checkpoint, prompt, drafter, depths, numbers
+):
     assert target.info.parity is Parity.BITWISE
     families.check_drafter(checkpoint(family, dtype=dtype, **TRIED[family]), target, prompt, drafter, depths, numbers)
 
 
-def test_every_accept_count_leaves_the_state_of_a_plain_run(target: Any) -> None:
+def test_every_accept_count_leaves_the_state_of_a_plain_run(target):
     families.check_accept_counts(target, (3, 1, 4, 1, 5), 8, poison)
 
 
-def test_a_batch_leaves_the_states_of_plain_runs(target: Any) -> None:
+def test_a_batch_leaves_the_states_of_plain_runs(target):
     """States of other lengths, with other numbers of rows, of which each commits its own share."""
     prompt = (3, 1, 4, 1, 5)
     truth = [*prompt, *tiny.plain_run(target, prompt, 20)]
@@ -91,15 +78,15 @@ def test_a_batch_leaves_the_states_of_plain_runs(target: Any) -> None:
         tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, other))
 
 
-def test_rewind_and_snapshot_give_the_bits_of_a_new_run(target: Any) -> None:
+def test_rewind_and_snapshot_give_the_bits_of_a_new_run(target):
     families.check_rewind(target, tuple(range(40, 52)), 9, poison)
 
 
-def test_the_probe_finds_no_difference(target: Any) -> None:
+def test_the_probe_finds_no_difference(target):
     assert probe_rows(target) is None
 
 
-def test_the_latent_cache_holds_one_compressed_row_per_token(make_target: Callable[..., Any]) -> None:
+def test_the_latent_cache_holds_one_compressed_row_per_token(make_target):
     shape = SHAPES["deepseek_v3"]["all-sparse-mixed"]
     target = make_target("deepseek_v3", **shape)
     state = target.new_state(64)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +28,12 @@ from tests.tiny_families import FAMILIES, SHAPES
 Float64 = NDArray[np.float64]
 
 
-def softmax(x: Float64) -> Float64:
+def softmax(x):
     weights = np.exp(x - x.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
 
-def expert(w: dict[str, Float64], at: str, e: int, y: Float64) -> Float64:
+def expert(w, at, e, y):
     """``down(silu(gate y) * up y)`` of expert e, in either layout."""
     if at + "experts.gate_up_proj" in w:
         both, down = w[at + "experts.gate_up_proj"][e], w[at + "experts.down_proj"][e]
@@ -48,14 +46,14 @@ def expert(w: dict[str, Float64], at: str, e: int, y: Float64) -> Float64:
 class QwenMoeOracle(MtpOracle):
     """Qwen3.5 MoE and Qwen3-Next: the dense oracle with experts, and with the grouped projections taken apart."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
         c = self.c
         hk, dk = c["linear_num_key_heads"], c["linear_key_head_dim"]
         ratio, dv = c["linear_num_value_heads"] // hk, c["linear_value_head_dim"]
         for name in [name for name in self.w if name.endswith("in_proj_qkvz.weight")]:
             at = name.removesuffix("in_proj_qkvz.weight")
-            rows: dict[str, list[Float64]] = {"q": [], "k": [], "v": [], "z": [], "b": [], "a": []}
+            rows = {"q": [], "k": [], "v": [], "z": [], "b": [], "a": []}
             for j in range(hk):  # key head by key head, row by row
                 head = list(self.w[name][j * (2 * dk + 2 * ratio * dv) : (j + 1) * (2 * dk + 2 * ratio * dv)])
                 for part, count in (("q", dk), ("k", dk), ("v", ratio * dv), ("z", ratio * dv)):
@@ -67,7 +65,7 @@ class QwenMoeOracle(MtpOracle):
             for part in "zba":
                 self.w[f"{at}in_proj_{part}.weight"] = np.array(rows[part])
 
-    def _mlp(self, y: Float64, at: str) -> Float64:
+    def _mlp(self, y, at):
         w, at, k = self.w, at + "mlp.", self.c["num_experts_per_tok"]
         out = np.zeros_like(y)
         for t, row in enumerate(y):
@@ -84,9 +82,9 @@ class QwenMoeOracle(MtpOracle):
 class ExtraLayerOracle:
     """DeepSeek-V3 and GLM-4.5: plain norms, experts by sigmoid scores, the head in the layer behind the last."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder):
         self.c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.w: dict[str, Float64] = {}
+        self.w = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
@@ -95,19 +93,19 @@ class ExtraLayerOracle:
         last, modules = self.c["num_hidden_layers"], self.c["num_nextn_predict_layers"]
         self.modules = [f"layers.{last + number}." for number in range(modules)]
 
-    def _rms(self, x: Float64, name: str) -> Float64:
+    def _rms(self, x, name):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * self.w[name]
 
-    def _layer(self, x: Float64, at: str) -> Float64:
+    def _layer(self, x, at):
         y = self._rms(x, at + "input_layernorm.weight")
         x = x + (self._latent(y, at) if self.c["model_type"] == "deepseek_v3" else self._grouped(y, at))
         y = self._rms(x, at + "post_attention_layernorm.weight")
         return x + np.array([self._mlp(row, at + "mlp.") for row in y])
 
-    def _mlp(self, y: Float64, at: str) -> Float64:
+    def _mlp(self, y, at):
         c, w = self.c, self.w
 
-        def plain(prefix: str) -> Float64:
+        def plain(prefix):
             gate, up, down = (w[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
             return down @ (_silu(gate @ y) * (up @ y))
 
@@ -124,16 +122,16 @@ class ExtraLayerOracle:
         routed = sum(weight * expert(w, at, e, y) for weight, e in zip(weights, chosen, strict=True))
         return routed + plain(at + "shared_experts.")
 
-    def _attend(self, q: Float64, k: Float64, v: Float64, scale: float) -> Float64:
+    def _attend(self, q, k, v, scale):
         """One head, ``[n, D]`` each."""
         causal = np.tril(np.ones((len(q), len(q)), dtype=bool))
         return softmax(np.where(causal, q @ k.T * scale, -np.inf)) @ v
 
-    def _grouped(self, y: Float64, at: str) -> Float64:
+    def _grouped(self, y, at):
         c, at = self.c, at + "self_attn."
         heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
 
-        def project(name: str, count: int) -> Float64:
+        def project(name, count):
             bias = self.w.get(f"{at}{name}_proj.bias", 0.0)
             return (y @ self.w[f"{at}{name}_proj.weight"].T + bias).reshape(len(y), count, dim)
 
@@ -144,7 +142,7 @@ class ExtraLayerOracle:
         angle = np.arange(len(y))[:, None] * c["rope_theta"] ** (-np.arange(half) / half)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
 
-        def turned(x: Float64) -> Float64:
+        def turned(x):
             left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
@@ -152,7 +150,7 @@ class ExtraLayerOracle:
         out = [self._attend(q[:, h], k[:, h * kv // heads], v[:, h * kv // heads], dim**-0.5) for h in range(heads)]
         return np.concatenate(out, -1) @ self.w[at + "o_proj.weight"].T
 
-    def _latent(self, y: Float64, at: str) -> Float64:
+    def _latent(self, y, at):
         """Latent attention, keys and values of every head spelt out (nothing absorbed), pairs turned as complex
         numbers."""
         c, at, w = self.c, at + "self_attn.", self.w
@@ -171,7 +169,7 @@ class ExtraLayerOracle:
         frequencies, scale = self._frequencies()
         turn = np.exp(1j * np.arange(len(y))[:, None] * frequencies)
 
-        def turned(x: Float64) -> Float64:
+        def turned(x):
             pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
             return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
 
@@ -184,14 +182,14 @@ class ExtraLayerOracle:
             out.append(self._attend(query, key, kv[:, h, nope:], (nope + rope) ** -0.5 * scale))
         return np.concatenate(out, -1) @ w[at + "o_proj.weight"].T
 
-    def _frequencies(self) -> tuple[Float64, float]:
+    def _frequencies(self):
         """YaRN's frequencies, and the factor on the scores."""
         size, theta, scaling = self.c["qk_rope_head_dim"], self.c["rope_theta"], self.c["rope_scaling"]
         plain = theta ** (-2 * np.arange(size // 2) / size)
         if scaling is None:
             return plain, 1.0
 
-        def corrected(rotations: float) -> float:
+        def corrected(rotations):
             turns = scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi)
             return size * math.log(turns) / (2 * math.log(theta))
 
@@ -201,13 +199,13 @@ class ExtraLayerOracle:
         mscale = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1
         return plain / scaling["factor"] * ramp + plain * (1 - ramp), mscale**2
 
-    def hidden(self, tokens: Sequence[int]) -> Float64:
+    def hidden(self, tokens):
         x = self.w["embed_tokens.weight"][list(tokens)]
         for i in range(self.c["num_hidden_layers"]):
             x = self._layer(x, f"layers.{i}.")
         return self._rms(x, "norm.weight")
 
-    def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[Float64]]:
+    def drafts(self, tokens, depth):
         """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
         w, known, logits = self.w, list(tokens), []
         hidden, out, paired = self.hidden(tokens[:-1]), np.empty(0), list[int]()
@@ -244,14 +242,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_drafts_equal_the_oracle(
-    family: str,
-    name: str,
-    kernels: str,
-    make_target: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_drafts_equal_the_oracle(family, name, kernels, make_target, checkpoint, record_property):
     """After prompts of several lengths, and after a cycle that kept part of a draft."""
     worst = 0.0
     oracle = ORACLES[family](checkpoint(family, dtype="float32", **SHAPES[family][name]))
@@ -268,15 +259,8 @@ def test_drafts_equal_the_oracle(
 @pytest.mark.parametrize(("family", "name"), [("glm4_moe", "no-bias-groups"), ("deepseek_v3", "all-sparse-mixed")])
 @given(prompt=st.lists(token_ids, min_size=1, max_size=20), chunk=st.integers(1, 20), plan=st.lists(steps, max_size=7))
 def test_chained_modules_draft_as_the_oracle_whatever_happened_before(
-    family: str,
-    name: str,
-    kernels: str,
-    make_target: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
-    prompt: list[int],
-    chunk: int,
-    plan: list[tuple[str, Any]],
-) -> None:
+    family, name, kernels, make_target, checkpoint, prompt, chunk, plan
+):
     oracle = ORACLES[family](checkpoint(family, dtype="float32", **SHAPES[family][name]))
     run = told(make_target(family, kernels=kernels, **SHAPES[family][name]), prompt, chunk, plan)
     assert run.target.info.mtp_layers == len(oracle.modules) > 1
@@ -285,9 +269,7 @@ def test_chained_modules_draft_as_the_oracle_whatever_happened_before(
 
 @pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=["float32"], mark="slow"))
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_pairs_leave_the_same_bits_however_they_are_fed(
-    family: str, name: str, dtype: str, kernels: str, make_target: Callable[..., Any]
-) -> None:
+def test_pairs_leave_the_same_bits_however_they_are_fed(family, name, dtype, kernels, make_target):
     """A pass over a prompt fills the head's cache and computes no more; its rows are read with logits all the same."""
     target = make_target(family, kernels=kernels, dtype=dtype, **SHAPES[family][name])
     count, needs = 41, Needs(mtp=True, final_hidden=True)

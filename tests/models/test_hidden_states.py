@@ -1,11 +1,5 @@
 """Hidden states at layer boundaries only where they are asked for; ``test_transformers_parity.py`` compares them."""
 
-from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,7 +10,7 @@ from specdec.errors import UnsupportedError
 from tests import tiny
 
 
-def test_the_last_row_of_a_prompt_is_enough_for_some(make_target: Callable[..., Any]) -> None:
+def test_the_last_row_of_a_prompt_is_enough_for_some(make_target):
     target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"])
     rows = []
     for prompt_rows in ("all", "last"):
@@ -29,13 +23,11 @@ def test_the_last_row_of_a_prompt_is_enough_for_some(make_target: Callable[..., 
     assert all(torch.equal(whole[-1:], last) for whole, last in zip(*rows, strict=True))
 
 
-def test_what_is_not_asked_for_is_neither_computed_nor_kept(
-    checkpoint: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypatch):
     """No hidden state in any output, no pass that takes boundaries, no pairs, and no cache for the head."""
     folder = checkpoint("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"])
     target = tiny.make_target(folder)  # of its own: what passes it has made is looked at
-    joined: list[Any] = []
+    joined = []
     concat = type(target.ops).concat
     monkeypatch.setattr(type(target.ops), "concat", lambda self, a, b: joined.append(a) or concat(self, a, b))
     monkeypatch.setattr(MtpPairs, "add", lambda *arguments: pytest.fail("pairs were kept"))
@@ -59,9 +51,7 @@ def test_what_is_not_asked_for_is_neither_computed_nor_kept(
         (Needs(mtp=True), "an MTP head, and this qwen3 checkpoint has none"),
     ],
 )
-def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(
-    needs: Needs, said: str, checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
+def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(needs, said, checkpoint, make_target):
     """For needs that are known beforehand, and for those that a drafter's own checkpoint decides."""
     from specdec.registry import BUILT_INS, Registry, use_registry
 
@@ -71,7 +61,7 @@ def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(
 
         class Plugin:
             @specdec.hookimpl
-            def specdec_drafters(self, given: Any = given) -> list[DrafterSpec]:
+            def specdec_drafters(self, given=given):
                 return [DrafterSpec(name="needy", factory=lambda config, env: NoDrafter(config, env), needs=given)]
 
         registry = Registry(BUILT_INS, entry_points=())

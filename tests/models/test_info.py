@@ -1,12 +1,7 @@
 """``specdec info`` at the scale of released models, from ``config.json`` alone, and on checkpoints of all kinds."""
 
-from __future__ import annotations
-
 import json
 import math
-import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +9,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import specdec
-from specdec.checkpoints.description import CheckpointReport
 from specdec.cli import main
 from tests import tiny
 from tests.models.test_public_configs import PUBLISHED
 
 
-def report_on(config: dict[str, Any], folder: pathlib.Path) -> CheckpointReport:
+def report_on(config, folder):
     (folder / "config.json").write_text(json.dumps(config))
     return specdec.inspect_checkpoint(str(folder))
 
@@ -35,9 +29,7 @@ def report_on(config: dict[str, Any], folder: pathlib.Path) -> CheckpointReport:
         ("Qwen3.6-35B-A3B", 2.946, 20 * 1024, 62.9),
     ],
 )
-def test_bytes_of_a_decode_step(
-    name: str, billions: float, cache_bytes: int, state_megabytes: float, tmp_path: pathlib.Path
-) -> None:
+def test_bytes_of_a_decode_step(name, billions, cache_bytes, state_megabytes, tmp_path):
     """Of experts those that a row chooses, of an untied embedding one row. The window of the convolution makes the
     state a few percent larger than its recurrent part, which is what is given here."""
     step = report_on(PUBLISHED[name][0], tmp_path).decode_step
@@ -47,7 +39,7 @@ def test_bytes_of_a_decode_step(
     assert state_megabytes <= step.state / 2e6 <= state_megabytes * 1.05
 
 
-def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_no_family(tmp_path):
     """What can be told is told, with the plugin that would run it."""
     save_file({"h.0.attn.c_attn.weight": torch.ones(4, 12)}, tmp_path / "model.safetensors")
     told = report_on({"model_type": "gpt2"}, tmp_path)
@@ -59,13 +51,13 @@ def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
     assert "specdec-transformers" not in told.taken_by
 
 
-def info(*arguments: object) -> tuple[int, str, str]:
+def info(*arguments):
     done = CliRunner().invoke(main, ["info", *map(str, arguments)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, " ".join(done.stdout.split()), done.stderr
 
 
-def test_the_command_shows_formats_and_findings(tmp_path: pathlib.Path) -> None:
+def test_the_command_shows_formats_and_findings(tmp_path):
     """The real report through the real command: formats in a table, long lists cut short, all of them in JSON."""
     folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
@@ -90,7 +82,7 @@ def test_the_command_shows_formats_and_findings(tmp_path: pathlib.Path) -> None:
     assert len(told["unused"]) == 30
 
 
-def test_the_command_names_the_plugin_for_a_foreign_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_the_command_names_the_plugin_for_a_foreign_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     status, text, errors = info(tmp_path)
     assert (status, errors) == (0, "")
@@ -102,15 +94,13 @@ def test_the_command_names_the_plugin_for_a_foreign_checkpoint(tmp_path: pathlib
         assert part in text
 
 
-def test_settings_of_generation_config_that_are_not_used_are_listed() -> None:
+def test_settings_of_generation_config_that_are_not_used_are_listed():
     report = specdec.inspect_checkpoint("demo")
     assert report.generation_config_ignored == {"do_sample": False}
     assert "do_sample no" in CliRunner().invoke(main, ["info", "demo"]).output
 
 
-def test_the_longest_sequence_takes_nine_tenths_of_the_free_memory(
-    make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_sequence_takes_nine_tenths_of_the_free_memory(make_target, monkeypatch):
     target = make_target("qwen3")
     monkeypatch.setattr(target.ops, "free_bytes", lambda: 100_000)
     most = target.most_tokens()

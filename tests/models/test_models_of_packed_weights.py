@@ -1,11 +1,5 @@
 """Whole models over packed weights: exact speculation, saved sessions, and the same weights however they are loaded."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import attrs
 import pytest
 import torch
@@ -28,15 +22,15 @@ from tests.tiny_families import write_qwen2
 pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="needs the native kernels")
 
 
-def folder_of(tmp_path: Path, family: str) -> Path:
+def folder_of(tmp_path, family):
     return tiny.WRITERS[family](tmp_path / "source", **FAMILIES[family])
 
 
-def logits(target: Any, tokens: Sequence[int] = PROMPT) -> torch.Tensor:
+def logits(target, tokens=PROMPT):
     return torch.as_tensor(target.decode(target.new_state(32), list(tokens)).need_logits().rows()).clone()
 
 
-def check_speculation(folder: Path, target: Any) -> None:
+def check_speculation(folder, target):
     """Drafts of any quality leave the tokens and the state of plain decoding."""
     assert target.info.parity is Parity.BITWISE
     prompt = [3, 1, 4, 1, 5]
@@ -46,7 +40,7 @@ def check_speculation(folder: Path, target: Any) -> None:
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) -> None:
+def test_speculation_over_rounded_weights_is_exact(tmp_path, family):
     folder = folder_of(tmp_path, family)
     for weights, activations in (("int8", "float"), ("int4", "float"), ("int4", "int8")):
         ops = tiny.make_ops("native", "bfloat16", activations=activations)
@@ -54,14 +48,14 @@ def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) 
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_speculation_over_a_quantised_checkpoint_is_exact(tmp_path: Path, family: str) -> None:
+def test_speculation_over_a_quantised_checkpoint_is_exact(tmp_path, family):
     source = folder_of(tmp_path, family)
     folder = mlx_layout.convert(tmp_path, source, family)[0]
     check_speculation(folder, tiny.make_target(folder, kernels="native", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_packed_and_decoded_models_agree(tmp_path: Path, family: str) -> None:
+def test_packed_and_decoded_models_agree(tmp_path, family):
     """In float32 they differ by the rounding of sums alone: by as much as the torch reference and our kernels differ
     over decoded weights. A model may enlarge these differences, so both are measured on it."""
     source = folder_of(tmp_path, family)
@@ -81,7 +75,7 @@ def test_packed_and_decoded_models_agree(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_the_cache_holds_the_rounded_weights(tmp_path: Path, family: str) -> None:
+def test_the_cache_holds_the_rounded_weights(tmp_path, family):
     """Stacks of experts and rows of a group and a half too: the bits of a load without a cache."""
     folder = folder_of(tmp_path, family)
     for weights in ("int8", "int4"):
@@ -106,8 +100,8 @@ def test_the_cache_holds_the_rounded_weights(tmp_path: Path, family: str) -> Non
 
 
 @pytest.mark.parametrize("source", ["int4", "Q8_0", "Q4_1"])
-def test_int8_activations_are_part_of_the_model(tmp_path: Path, source: str) -> None:
-    options: dict[str, Any] = {"weights": source}
+def test_int8_activations_are_part_of_the_model(tmp_path, source):
+    options = {"weights": source}
     if source != "int4":
         folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
         options = {"model": str(write_gguf(tmp_path / "one.gguf", folder, matrices=source))}
@@ -120,13 +114,13 @@ def test_int8_activations_are_part_of_the_model(tmp_path: Path, source: str) -> 
 
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
-def test_other_backends_refuse_int8_activations(backend: str) -> None:
+def test_other_backends_refuse_int8_activations(backend):
     choice = Choice(backend, _own_options(TargetConfig(activations="int8")))
     with pytest.raises(ConfigError, match="activations is unknown"):
         registry().options(registry().backend(backend), choice, "target.backend_options")
 
 
-def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:
+def test_a_cache_without_a_use_is_a_notice(tmp_path):
     source = folder_of(tmp_path, "qwen3")
     converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
     for weights, reason in (("auto", "the weights stay packed"), ("int4", "leaves quantised weights")):
@@ -135,7 +129,7 @@ def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_kernels_without_the_format_decode_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_the_format_decode_and_say_so(tmp_path, monkeypatch):
     source = folder_of(tmp_path, "qwen3")
     converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")

@@ -11,12 +11,11 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 
-from specdec.checkpoints import TensorSpec, text_config
+from specdec.checkpoints import text_config
 from specdec.checkpoints.reader import HeadSource
 from specdec.errors import CheckpointError
 from specdec.models.loading import family_of
@@ -24,17 +23,7 @@ from specdec.models.weights import dry_run
 from specdec.registry import registry
 
 
-def qwen3_5(
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    value_heads: int,
-    *,
-    tied: bool,
-    vocab: int = 248320,
-    **mlp: int,
-) -> dict[str, Any]:
+def qwen3_5(layers, hidden, heads, kv_heads, value_heads, *, tied, vocab=248320, **mlp):
     """The vision-language layout in which the family is released; the vision tower is left out."""
     moe = "num_experts" in mlp
     text = {
@@ -78,7 +67,7 @@ def qwen3_5(
     }
 
 
-def moe(inner: int, experts: int, top_k: int) -> dict[str, int]:
+def moe(inner, experts, top_k):
     return {
         "moe_intermediate_size": inner,
         "shared_expert_intermediate_size": inner,
@@ -118,10 +107,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
 }
 
 
-def dry(name: str, tensors: Collection[str] = ()) -> Mapping[str, TensorSpec]:
+def dry(name, tensors=()):
     """What the family takes from a checkpoint with tensors of these names; by default from its config alone."""
     spec = registry().model(text_config(PUBLISHED[name][0])["model_type"])
-    stored: Any = Named(dict.fromkeys(tensors, ())) if tensors else None
+    stored = Named(dict.fromkeys(tensors, ())) if tensors else None
     return dry_run(spec, family(name), stored).tensors
 
 
@@ -133,17 +122,17 @@ class Named(dict[str, tuple[int, ...]]):
 
 
 @functools.cache
-def family(name: str) -> Any:
+def family(name):
     config = text_config(PUBLISHED[name][0])
     return registry().model(config["model_type"]).parse(config)
 
 
-def parameters(tensors: Mapping[str, TensorSpec], group: str) -> int:
+def parameters(tensors, group):
     return sum(math.prod(spec.shape) for spec in tensors.values() if spec.group == group)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_the_published_ones(name: str) -> None:
+def test_parameters_are_the_published_ones(name):
     _, billions, mtp_millions = PUBLISHED[name]
     tensors = dry(name)
     assert round(parameters(tensors, "model") / 1e9, 3) == billions
@@ -153,7 +142,7 @@ def test_parameters_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
-def test_all_layouts_hold_the_same_parameters(name: str) -> None:
+def test_all_layouts_hold_the_same_parameters(name):
     """Fused, one tensor per expert, and stacked as mlx-lm writes them; likewise MLA's absorbed projections."""
     plain = dry(name)
     fused = re.compile(r"mlp\.experts\.(gate_up|down)_proj$")
@@ -171,7 +160,7 @@ def test_all_layouts_hold_the_same_parameters(name: str) -> None:
         assert parameters(plain, group) == parameters(apart, group) == parameters(stacked, group) > 0
 
 
-def test_state_sizes_are_the_published_ones() -> None:
+def test_state_sizes_are_the_published_ones():
     """Bytes per token (the MTP layer's included) and per sequence, in bfloat16."""
     wanted = {
         "Qwen3.5-0.8B": (12288 + 2048, 18 * 2**20 + 18 * 36864),
@@ -184,7 +173,7 @@ def test_state_sizes_are_the_published_ones() -> None:
     assert {name: family(name).state_bytes(2) for name in wanted} == wanted
 
 
-def test_deepseek_v3_has_the_published_yarn() -> None:
+def test_deepseek_v3_has_the_published_yarn():
     """factor 40 over 4096: the first dimensions keep their frequency, the last are stretched, mscale^2 = 1.87385."""
     latent = family("DeepSeek-V3").attention
     plain = [10000 ** (-2 * j / 64) for j in range(32)]
@@ -257,6 +246,6 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ),
     ],
 )
-def test_a_variant_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
+def test_a_variant_that_is_not_implemented_is_refused_by_name(name, changes, named):
     with pytest.raises(CheckpointError, match=named):
         family_of(text_config(PUBLISHED[name][0]) | changes, pathlib.Path("model"))

@@ -7,9 +7,7 @@ the order of sums only; a wrong convention (a missing ``1 +``, a swapped half, a
 from __future__ import annotations
 
 import functools
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -38,11 +36,11 @@ FEEDS: dict[str, Sequence[tuple[str, int]]] = {
 }
 
 
-def tokens_for(vocab: int, count: int = TOKENS) -> list[int]:
+def tokens_for(vocab, count=TOKENS):
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def fed(target: Any, feed: Sequence[tuple[str, int]], boundaries: Sequence[int] | None = None) -> dict[str, np.ndarray]:
+def fed(target, feed, boundaries=None):
     """Logits ``[n, V]`` and hidden states ``[n, H]`` of every position by name, by default at every boundary.
 
     Prefill gives hidden states only, so the head runs on them here.
@@ -70,7 +68,7 @@ def fed(target: Any, feed: Sequence[tuple[str, int]], boundaries: Sequence[int] 
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., dict[str, np.ndarray]]:
+def reference(checkpoint):
     """``reference(family, name)``: what ``fed`` gives, from transformers in float32, computed once.
 
     A hook on the last layer, since the library's list ends with the state after the norm.
@@ -78,7 +76,7 @@ def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., dict[str
     transformers = pytest.importorskip("transformers")
 
     @functools.cache
-    def computed(family: str, name: str) -> dict[str, np.ndarray]:
+    def computed(family, name):
         # transformers' text class reads the text layout; names do not change a weight
         shape = {key: value for key, value in FAMILIES[family][name].items() if key not in ("vl", "shards")}
         model, info = getattr(transformers, CLASSES[family]).from_pretrained(
@@ -89,7 +87,7 @@ def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., dict[str
             output_loading_info=True,
         )
         assert not info["missing_keys"], "transformers would compare with random weights"
-        last: list[torch.Tensor] = []
+        last = []
         layers = model.get_decoder().layers
         layers[-1].register_forward_hook(
             lambda *call: last.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1])
@@ -105,14 +103,7 @@ def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., dict[str
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_logits_and_hidden_states_equal_transformers(
-    family: str,
-    name: str,
-    kernels: str,
-    make_target: Callable[..., Any],
-    reference: Callable[..., dict[str, np.ndarray]],
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_logits_and_hidden_states_equal_transformers(family, name, kernels, make_target, reference, record_property):
     wanted = reference(family, name)
     target = make_target(family, kernels=kernels, **FAMILIES[family][name])
     # the comparison can fail: logits are spread and the argmax moves from position to position
@@ -131,9 +122,7 @@ def test_logits_and_hidden_states_equal_transformers(
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_every_way_of_feeding_gives_the_same_bits(
-    family: str, name: str, kernels: str, make_target: Callable[..., Any]
-) -> None:
+def test_every_way_of_feeding_gives_the_same_bits(family, name, kernels, make_target):
     """Blocks and single rows always; with native kernels also prefill; whatever boundaries are asked for. Catches sums
     that depend on the other rows of a pass, such as experts whose rows are added in another order."""
     for dtype in {"torch": ["float32"], "native": ["float32", "bfloat16"]}[kernels]:

@@ -8,9 +8,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,6 +63,24 @@ class Server:
         status, headers, answer = self.request("POST", path, body, {"Content-Type": "application/json"})
         return status, headers, json.loads(answer)
 
+    def connect(self) -> socket.socket:
+        """A connection without a client's manners."""
+        host, port = self.host.split(":")
+        return socket.create_connection((host, int(port)), timeout=HUNG)
+
+    def exchange(self, *pieces: bytes, seconds: float | None = None) -> bytes:
+        """What comes back for bytes that are sent as they are; if it need not end, what comes within ``seconds``."""
+        answer = b""
+        with self.connect() as connection:
+            with contextlib.suppress(ConnectionError, *([] if seconds is None else [TimeoutError])):
+                for piece in pieces:
+                    connection.sendall(piece)
+                if seconds is not None:
+                    connection.settimeout(seconds)
+                while seconds != 0 and (piece := connection.recv(65536)):
+                    answer += piece
+        return answer
+
     def metric(self, name: str) -> float:
         """The value of a line of /metrics, 0 if there is none."""
         text = self.request("GET", "/metrics")[2].decode()
@@ -105,6 +124,18 @@ def serving(*options: object, key: str = "", before: str = "", status: int = 0) 
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def check_error(status: int, body: bytes | str, statuses: Container[int]) -> dict[str, Any]:
+    """One sentence in OpenAI's form, without a path, a trace or a type of Python."""
+    assert status in statuses, (status, body)
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= 500
+    assert error["message"].isprintable()
+    for leak in ("Traceback", "/specdec/", "site-packages", "object at 0x", ".py", "pydantic"):
+        assert leak not in error["message"]
+    return error
 
 
 def events(body: bytes) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 
 import pytest
@@ -24,58 +25,52 @@ def client(server):
         yield made
 
 
+@pytest.fixture(scope="module")
+def create(client):
+    """A chat with the served model, about ``QUESTION`` unless it is told otherwise."""
+    return functools.partial(client.chat.completions.create, model="demo", messages=QUESTION)
+
+
 def expected(lm, settings, **more):
     return lm.generate(messages=QUESTION, max_new_tokens=24, **settings, **more)
 
 
-def test_the_model_is_listed(client):
+def test_the_model_is_listed(client, create):
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "specdec"
     with pytest.raises(openai.NotFoundError, match="only 'demo'"):
         client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="only 'demo'"):
-        client.chat.completions.create(model="gpt-5", messages=QUESTION)
+        create(model="gpt-5")
     with pytest.raises(openai.BadRequestError, match="takes only n = 1") as refused:
-        client.chat.completions.create(model="demo", messages=QUESTION, n=2)
+        create(n=2)
     assert refused.value.param == "n"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_an_answer_is_that_of_generate_in_one_piece_and_streamed(client, lm, settings):
+def test_an_answer_is_that_of_generate_in_one_piece_and_streamed(create, lm, settings):
     want = expected(lm, settings)
-    made = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24, **settings)
+    made = create(max_tokens=24, **settings)
     assert made.choices[0].message.content == want.text
     assert made.choices[0].finish_reason == ("length" if want.finish_reason == "length" else "stop")
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (want.prompt_tokens, len(want.tokens))
     drafts = made.usage.completion_tokens_details
     assert made.specdec["drafted_tokens"]
-    assert (drafts.accepted_prediction_tokens, drafts.rejected_prediction_tokens) == (
-        0,
-        0,
-    )  # these count a prediction only
+    # these count a prediction only
+    assert (drafts.accepted_prediction_tokens, drafts.rejected_prediction_tokens) == (0, 0)
     assert made.specdec["guarantee"] == "exact"
-    chunks = list(
-        client.chat.completions.create(
-            model="demo",
-            messages=QUESTION,
-            max_completion_tokens=24,
-            stream=True,
-            stream_options={"include_usage": True},
-            **settings,
-        )
-    )
+    chunks = list(create(max_completion_tokens=24, stream=True, stream_options={"include_usage": True}, **settings))
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == want.text
     assert chunks[-1].usage.completion_tokens == len(want.tokens)
     assert chunks[-1].choices == []
-
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
-def test_a_seed_that_nobody_gave_is_drawn_and_reported(client):
-    asked = {"model": "demo", "messages": QUESTION, "max_tokens": 24, "temperature": 1.0}
-    first, second = (client.chat.completions.create(**asked) for _ in range(2))
+def test_a_seed_that_nobody_gave_is_drawn_and_reported(create):
+    asked = {"max_tokens": 24, "temperature": 1.0}
+    first, second = (create(**asked) for _ in range(2))
     assert first.specdec["seed"] != second.specdec["seed"]
-    again = client.chat.completions.create(**asked, seed=first.specdec["seed"])
+    again = create(**asked, seed=first.specdec["seed"])
     assert again.choices[0].message.content == first.choices[0].message.content
 
 
@@ -98,11 +93,11 @@ def test_many_at_once_by_the_asynchronous_client_have_their_own_text(server, lm)
     assert asyncio.run(everyone()) == want
 
 
-def test_a_conversation_reuses_its_state_and_keeps_its_text(client, lm):
+def test_a_conversation_reuses_its_state_and_keeps_its_text(create, lm):
     messages = [{"role": "system", "content": "Answer in one short sentence."}, *QUESTION]
     cached = []
     for question in ("And three numbers?", "And a list of them?"):
-        made = client.chat.completions.create(model="demo", messages=messages, max_tokens=32)
+        made = create(messages=messages, max_tokens=32)
         answer = made.choices[0].message.content
         prompt = lm.tokenizer.encode(lm.tokenizer.apply_chat_template(messages), add_special=False)
         assert answer == lm.generate(prompt, max_new_tokens=32).text
@@ -111,7 +106,7 @@ def test_a_conversation_reuses_its_state_and_keeps_its_text(client, lm):
     assert cached[1] > cached[0]
 
 
-def test_structured_output_is_parsed_by_the_client(client):
+def test_structured_output_is_parsed_by_the_client(client, create):
     pydantic = pytest.importorskip("pydantic")
     pytest.importorskip("llguidance")
 
@@ -125,20 +120,15 @@ def test_structured_output_is_parsed_by_the_client(client):
     parsed = made.choices[0].message.parsed
     assert parsed.unit in ("cm", "inch")
     assert 1 <= parsed.width <= 99
-    made = client.chat.completions.create(
-        model="demo", messages=QUESTION, max_tokens=1, response_format={"type": "json_object"}
-    )
+    made = create(max_tokens=1, response_format={"type": "json_object"})
     assert made.choices[0].message.content.startswith("{")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"const": "yes"}}}
-    made = client.chat.completions.create(
-        model="demo", messages=QUESTION, max_tokens=32, response_format=form, extra_body={"min_tokens": 20}
-    )
+    made = create(max_tokens=32, response_format=form, extra_body={"min_tokens": 20})
     assert (made.choices[0].message.content, made.choices[0].finish_reason) == ('"yes"', "stop")
 
 
-def test_fields_without_effect_are_taken(server, client, lm):
-    made = client.chat.completions.create(
-        model="demo",
+def test_fields_without_effect_are_taken(create, lm):
+    made = create(
         messages=[{**QUESTION[0], "name": "me"}],
         max_tokens=24,
         n=1,
@@ -176,26 +166,26 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "multiply"}}])
-def test_a_tool_is_called_and_its_result_answered(client, choice):
+def test_a_tool_is_called_and_its_result_answered(client, create, choice):
     pytest.importorskip("llguidance")
-    settings = {"model": "demo", "tools": TOOLS, "max_tokens": 64, "temperature": 1.0, "seed": 4}
+    settings = {"tools": TOOLS, "max_tokens": 64, "temperature": 1.0, "seed": 4}
     messages = [{"role": "user", "content": "What is 3 times 4?"}]
-    made = client.chat.completions.create(messages=messages, tool_choice=choice, **settings).choices[0]
+    made = create(messages=messages, tool_choice=choice, **settings).choices[0]
     assert (made.finish_reason, made.message.content) == ("tool_calls", None)
     (call,) = made.message.tool_calls
     assert call.function.name in ({"add", "multiply"} if choice == "required" else {"multiply"})
     arguments = json.loads(call.function.arguments)
     assert arguments.keys() == {"a", "b"}
     assert all(0 <= number <= 99 for number in arguments.values())
-    with client.chat.completions.stream(messages=messages, tool_choice=choice, **settings) as stream:
+    with client.chat.completions.stream(model="demo", messages=messages, tool_choice=choice, **settings) as stream:
         streamed = stream.get_final_completion().choices[0].message
     assert streamed.tool_calls[0].function.arguments == call.function.arguments
     assert not streamed.content
     messages += [made.message, {"role": "tool", "tool_call_id": call.id, "content": "12"}]
-    answer = client.chat.completions.create(messages=messages, tool_choice="none", **settings)
+    answer = create(messages=messages, tool_choice="none", **settings)
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].message.content
-    without = client.chat.completions.create(messages=[*messages[:1], messages[2]], tool_choice="none", **settings)
+    without = create(messages=[*messages[:1], messages[2]], tool_choice="none", **settings)
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 8  # the call was part of the prompt
 
 
@@ -205,7 +195,7 @@ def test_an_agent_calls_its_tools_and_reads_their_results(server):
     pytest.importorskip("llguidance")
     results = []
 
-    def add(a, b):
+    def add(a: int, b: int) -> int:  # smolagents reads the types
         """Add two numbers.
 
         Args:
@@ -215,7 +205,7 @@ def test_an_agent_calls_its_tools_and_reads_their_results(server):
         results.append(a + b)
         return results[-1]
 
-    def multiply(a, b):
+    def multiply(a: int, b: int) -> int:
         """Multiply two numbers.
 
         Args:
@@ -246,10 +236,10 @@ def test_tokenize_and_detokenize(server, lm):
 
 
 @pytest.mark.parametrize("settings", SETTINGS[1:])
-def test_log_probabilities_are_those_of_generate(client, server, lm, settings):
+def test_log_probabilities_are_those_of_generate(server, create, lm, settings):
     want = expected(lm, settings, logprobs=3)
     asked = {"messages": QUESTION, "max_tokens": 24, "logprobs": True, "top_logprobs": 3, **settings}
-    found = client.chat.completions.create(model="demo", **asked).choices[0].logprobs.content
+    found = create(**asked).choices[0].logprobs.content
     shown = want.logprobs[: len(found)]
     assert [entry.logprob for entry in found] == [entry.logprob for entry in shown]
     assert [[top.logprob for top in entry.top_logprobs] for entry in found] == [

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from serving import ASK, serving
+from serving import ASK, check_error, serving
 
 from specdec.cli import main
 from tests.processes import HUNG
@@ -17,18 +17,6 @@ from tests.processes import HUNG
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = {"prompt": "def f(", "max_tokens": 4096, "ignore_eos": True, "stream": True}
-
-
-def check_error(status, body, statuses):
-    """One sentence in OpenAI's form, without a path, a trace or a type of Python."""
-    assert status in statuses, (status, body)
-    error = json.loads(body)["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert 0 < len(error["message"]) <= 500
-    assert "\n" not in error["message"]
-    for leak in ("Traceback", "/specdec/", "/site-packages/", "object at 0x", ".py"):
-        assert leak not in error["message"]
-    return error
 
 
 # --- malformed requests; ``tests/fuzz/test_requests.py`` draws more --------------------------------------------------
@@ -103,18 +91,6 @@ def test_a_mistake_is_named(server, data, message):
             assert error["param"] == field
 
 
-def exchange(server, data):
-    """Bytes sent as they are, and everything that comes back."""
-    host, port = server.host.split(":")
-    with socket.create_connection((host, int(port)), timeout=HUNG) as connection:
-        connection.sendall(data)
-        found = b""
-        with contextlib.suppress(ConnectionResetError):
-            while piece := connection.recv(65536):
-                found += piece
-    return found
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -129,7 +105,7 @@ def exchange(server, data):
     ],
 )
 def test_what_is_no_http_gets_an_error_or_nothing(server, data):
-    answer = exchange(server, data)
+    answer = server.exchange(data)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert server.request("GET", "/health")[0] == 200
 
@@ -158,26 +134,25 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
     status, _, body = server.request("POST", TEXT, big, JSON)
     check_error(status, body, {413})
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    answer = exchange(server, f"{head}Content-Length: {10**15}\r\n\r\n".encode())
+    answer = server.exchange(f"{head}Content-Length: {10**15}\r\n\r\n".encode())
     assert answer.startswith(b"HTTP/1.1 413")
     chunk = b"%x\r\n%s\r\n" % (2**16, b" " * 2**16)
-    answer = exchange(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 17)
+    answer = server.exchange(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 17)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"])
 def test_connections_that_wait_for_ever_lock_nobody_out(server, sent):
     """They say nothing, or begin a body that no page reads."""
-    host, port = server.host.split(":")
     with contextlib.ExitStack() as stack:
         for _ in range(300):
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=HUNG))
+            connection = stack.enter_context(server.connect())
             with contextlib.suppress(ConnectionError):
                 connection.sendall(sent)
         assert server.request("GET", "/health")[0] == 200
         assert server.post(CHAT, {**ASK, "max_tokens": 1})[0] == 200
     if sent:
-        assert b"connection: close" in exchange(server, sent).lower()
+        assert b"connection: close" in server.exchange(sent).lower()
 
 
 QUICK = """
@@ -197,9 +172,9 @@ server.listening_socket = small
 def test_a_slow_client_is_cut_off():
     """A head or a body that comes byte by byte, and an answer that nobody reads."""
     with serving(before=QUICK) as server:
-        assert exchange(server, b"GET /hea") == b""
+        assert server.exchange(b"GET /hea") == b""
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-        assert exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408")
+        assert server.exchange(head.encode() + b"{").startswith(b"HTTP/1.1 408")
         body = json.dumps({**ASK, "max_tokens": 200, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.socket() as connection:
@@ -235,10 +210,9 @@ def interrupted(server):
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_client_that_goes_away_frees_its_turn(server, how):
     before, made = interrupted(server), server.metric("specdec_generated_tokens_total")
-    host, port = server.host.split(":")
     body = json.dumps(LONG).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=HUNG) as connection:
+    with server.connect() as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         if how == "reset":

@@ -22,8 +22,9 @@ from specdec.checkpoints import StoredWeights
 from specdec.checkpoints.opening import open_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix
 from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_within, draw
-from tests.backends.cpu.test_quantised_weights import NAME, QUANTISERS, drawn, group_of, meaning
+from tests.backends.cpu.test_quantised_weights import QUANTISERS, drawn, group_of
 from tests.checkpoints.gguf_files import random_blocks
+from tests.checkpoints.quantised.quantisers import NAME, meaning
 from tests.checkpoints.test_gguf import BLOCK_TYPES, with_matrix
 from tests.instruction_sets import RUNNABLE, kernels_of
 from tests.selection import examples

@@ -22,20 +22,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.backends.cpu.packed import FORMATS, MAX_GROUP
-from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
+from specdec.checkpoints import StoredWeights
 from specdec.checkpoints.quantised import StoredMatrix, rounded
 from tests.backends.cpu.test_native_ops import TINY, U, assert_same_bits, assert_within, draw
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
+from tests.checkpoints.quantised.quantisers import NAME, meaning
 from tests.selection import examples
 
-X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 SETTINGS = settings(examples(12), deadline=None)
 
 
 def in_checkpoint(parts, config, folder, dtype):
-    checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + name: part for name, part in parts.items()}))
-    matrix = StoredWeights(checkpoint, dtype=dtype, keeps=FORMATS).matrix(NAME)
+    matrix = StoredWeights(q.opened(folder, parts, **config), dtype=dtype, keeps=FORMATS).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     return matrix
 
@@ -68,32 +67,6 @@ def drawn(rows, columns, seed):
     weight[rng.random((rows, columns)) < 0.02] *= 8
     weight[rng.random((rows, columns)) < 0.05] = 0
     return weight.astype(np.float32)
-
-
-def meaning(matrix):
-    """The values in float64, and the sum of the magnitudes of their parts, by the docstring of ``StoredMatrix``."""
-    blocks = (matrix.meta["block_rows"], matrix.meta["block_columns"])
-
-    def wide(part):
-        if part not in matrix.parts:
-            return torch.zeros(matrix.shape, dtype=torch.float64)
-        values = q.spread(matrix.parts[part].double().numpy(), matrix.shape, *blocks)
-        if f"{part}_unit" in matrix.parts:
-            unit = matrix.parts[f"{part}_unit"].double().numpy()
-            values = values * q.spread(unit, matrix.shape, 1, matrix.shape[1] // unit.shape[1])
-        return torch.from_numpy(values)
-
-    bits = matrix.meta["bits"]
-    stream = np.unpackbits(matrix.parts["codes"].contiguous().view(torch.uint8).numpy(), axis=-1, bitorder="little")
-    codes = stream[:, : matrix.shape[1] * bits].reshape(*matrix.shape, bits) @ (1 << np.arange(bits))
-    values = matrix.values.double()[torch.from_numpy(codes)]
-    factor = 1.0
-    if "global_scale" in matrix.parts:
-        factor = float(matrix.parts["global_scale"] if matrix.divisor is None else 1 / matrix.divisor.double())
-    scale = wide("scale") * factor
-    largest = float(matrix.values.nan_to_num().abs().max())
-    parts = (values.abs() + largest + wide("offset").abs()) * scale.abs() + wide("bias").abs()
-    return (values - wide("offset")) * scale + wide("bias"), parts
 
 
 def group_of(matrix):

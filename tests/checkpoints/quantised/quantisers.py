@@ -7,11 +7,17 @@ with the decoders under test. Nothing here is a test.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from specdec.checkpoints import Checkpoint, write_checkpoint
+from specdec.checkpoints.quantised import StoredMatrix
+
 Tensors = dict[str, torch.Tensor]
+X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
@@ -242,3 +248,37 @@ def quantised(
         stored |= {f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()}
         decoded[name] = torch.from_numpy(values).to(dtype)
     return stored, decoded
+
+
+# --- a matrix in a checkpoint, and what it means when it stays packed -----------------------------------------------
+
+
+def opened(folder: Path, parts: Tensors, prefix: str = X, **config: Any) -> Checkpoint:
+    """A checkpoint of these tensors alone."""
+    return Checkpoint.open(write_checkpoint(folder, config, {prefix + name: part for name, part in parts.items()}))
+
+
+def meaning(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values in float64, and the sum of the magnitudes of their parts, by the docstring of ``StoredMatrix``."""
+    blocks = (matrix.meta["block_rows"], matrix.meta["block_columns"])
+
+    def wide(part: str) -> torch.Tensor:
+        if part not in matrix.parts:
+            return torch.zeros(matrix.shape, dtype=torch.float64)
+        values = spread(matrix.parts[part].double().numpy(), matrix.shape, *blocks)
+        if f"{part}_unit" in matrix.parts:
+            unit = matrix.parts[f"{part}_unit"].double().numpy()
+            values = values * spread(unit, matrix.shape, 1, matrix.shape[1] // unit.shape[1])
+        return torch.from_numpy(values)
+
+    bits = matrix.meta["bits"]
+    stream = np.unpackbits(matrix.parts["codes"].contiguous().view(torch.uint8).numpy(), axis=-1, bitorder="little")
+    codes = stream[:, : matrix.shape[1] * bits].reshape(*matrix.shape, bits) @ (1 << np.arange(bits))
+    values = matrix.values.double()[torch.from_numpy(codes)]
+    factor = 1.0
+    if "global_scale" in matrix.parts:
+        factor = float(matrix.parts["global_scale"] if matrix.divisor is None else 1 / matrix.divisor.double())
+    scale = wide("scale") * factor
+    largest = float(matrix.values.nan_to_num().abs().max())
+    parts = (values.abs() + largest + wide("offset").abs()) * scale.abs() + wide("bias").abs()
+    return (values - wide("offset")) * scale + wide("bias"), parts

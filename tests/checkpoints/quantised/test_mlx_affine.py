@@ -20,9 +20,9 @@ from specdec.errors import CheckpointError
 from specdec.models.loading import load_target
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
+from tests.checkpoints.quantised.quantisers import NAME, opened
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
 
-X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
 SMALL = tiny.shape("hidden=64 heads=2 kv_heads=1 head_dim=32")
 DENSE = SMALL | {"intermediate": 96}
@@ -40,11 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden=64 heads=2 nope=32 rope=32 value=32 kv_lora=32 q_lora=32 intermediate=96 inner=32 experts=4"
     ),
 }
-
-
-def opened(folder, parts, **quantization):
-    config = {"quantization": quantization} if quantization else {}
-    return Checkpoint.open(write_checkpoint(folder, config, {X + name: part for name, part in parts.items()}))
 
 
 def decoded(checkpoint, dtype):
@@ -92,7 +87,8 @@ def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path, bits):
         weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
         parts, values = mlx_layout.affine(weight, bits, group, dtype)
         assert groups * rows < 2 or bool((parts["scales"] < 0).any())
-        checkpoint = opened(tmp_path / f"{seed}", parts, group_size=group, bits=bits, mode="affine")
+        config = {"group_size": group, "bits": bits, "mode": "affine"}
+        checkpoint = opened(tmp_path / f"{seed}", parts, quantization=config)
         found = formats_of(checkpoint)[NAME]
         assert (found.format, found.shape) == (f"mlx-affine {bits} bits g{group}", shape)
         for wanted in (torch.float32, torch.bfloat16, torch.float16):
@@ -116,7 +112,7 @@ def test_decoding_has_the_bits_of_mlx(tmp_path, bits, group):
             "scales": torch.from_numpy(np.array(wide[0])).to(stored),
             "biases": torch.from_numpy(np.array(wide[1])).to(stored),
         }
-        checkpoint = opened(tmp_path / str(dtype), parts, group_size=group, bits=bits)
+        checkpoint = opened(tmp_path / str(dtype), parts, quantization={"group_size": group, "bits": bits})
         assert_same_bits(decoded(checkpoint, torch.float32), wanted)
         assert np.abs(wanted - np.array(weight)).max() < np.abs(np.array(weight)).max() / 2  # it is that weight
 
@@ -129,12 +125,13 @@ def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path, mode, label):
         codes, scales = mx.quantize(mx.array(drawn(3, *shape)), mode=mode)
         wanted = np.array(mx.dequantize(codes, scales, mode=mode, dtype=mx.float32))
         parts = {"weight": torch.from_numpy(np.array(codes)), "scales": torch.from_numpy(np.array(scales))}
-        checkpoint = opened(tmp_path / str(len(shape)), parts, group_size=group, bits=bits, mode=mode)
+        config = {"group_size": group, "bits": bits, "mode": mode}
+        checkpoint = opened(tmp_path / str(len(shape)), parts, quantization=config)
         assert formats_of(checkpoint)[NAME].format == label
         assert_same_bits(decoded(checkpoint, torch.float32), wanted)
         assert check_weights(checkpoint, {NAME: TensorSpec(shape)}).errors == []
         parts["scales"] = torch.full_like(parts["scales"], 255)
-        checkpoint = opened(tmp_path / f"{len(shape)} broken", parts, group_size=group, bits=bits, mode=mode)
+        checkpoint = opened(tmp_path / f"{len(shape)} broken", parts, quantization=config)
         assert "NaN" in str(check_weights(checkpoint, {NAME: TensorSpec(shape)}).errors[0])
 
 

@@ -12,10 +12,9 @@ from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_wei
 from specdec.errors import CheckpointError
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.mlx_layout import affine
+from tests.checkpoints.quantised.quantisers import NAME, X
 from tests.checkpoints.quantised.test_quantised_decoders import drawn
 
-X = "model.layers.0.mlp.up_proj."
-NAME = "layers.0.mlp.up_proj.weight"
 Change = Callable[[q.Tensors], None]
 
 
@@ -28,8 +27,7 @@ def parts_of(label):
 def audited(folder, parts, shape=(200, 320), **quantization):
     """The audit of one weight, which ``Weights`` must refuse for the same reason where it is refused."""
     key = "quantization" if "scales" in parts or "biases" in parts else "quantization_config"
-    config = {key: quantization} if quantization else {}
-    checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + n: part for n, part in parts.items()}))
+    checkpoint = q.opened(folder, parts, **({key: quantization} if quantization else {}))
     found = check_weights(checkpoint, {NAME: TensorSpec(shape)})
     if found.unreadable:
         with pytest.raises(CheckpointError) as caught:

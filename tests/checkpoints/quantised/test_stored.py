@@ -20,11 +20,11 @@ from specdec.checkpoints.quantised import StoredMatrix, formats_of
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
+from tests.checkpoints.quantised.quantisers import NAME
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
 from tests.selection import cases
 
-X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONFIG = {
     "quantization": {"group_size": 32, "bits": 4},  # MLX's
@@ -40,35 +40,8 @@ KEPT: Mapping[str, Any] = {  # quantiser -> format, and the tensors of a matrix 
 ALL = frozenset({"fp8-block", "nvfp4", "mlx-affine"})
 
 
-def opened(folder, parts):
-    return Checkpoint.open(write_checkpoint(folder, CONFIG, {X + name: part for name, part in parts.items()}))
-
-
 def weights(checkpoint, dtype=torch.float32, keeps=ALL):
     return StoredWeights(checkpoint, dtype=dtype, keeps=keeps)
-
-
-def meaning(matrix):
-    """The values by the docstring of ``StoredMatrix`` alone, in float64."""
-    parts, codes = matrix.parts, matrix.parts["codes"].numpy()
-    if matrix.format == "fp8-block":
-        numbers = q.e4m3_value(matrix.parts["codes"])
-    elif matrix.format == "nvfp4":
-        numbers = q.E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(len(codes), -1)
-    else:
-        bits = matrix.meta["bits"]
-        single = np.unpackbits(codes.view(np.uint8), axis=-1, bitorder="little").reshape(len(codes), -1, bits)
-        numbers = (single * 2.0 ** np.arange(bits)).sum(-1)
-    scale = parts["scale"]
-    spread = [
-        q.spread(grid.astype(np.float64), matrix.shape, matrix.meta["block_rows"], matrix.meta["block_columns"])
-        for grid in (
-            q.e4m3_value(scale) if matrix.format == "nvfp4" else scale.float().numpy(),
-            parts["bias"].float().numpy() if "bias" in parts else np.zeros(scale.shape),
-        )
-    ]
-    factor = float(parts["global_scale"]) if "global_scale" in parts else 1.0
-    return numbers.astype(np.float64) * spread[0] * factor + spread[1]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -78,7 +51,7 @@ def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path, name):
     @given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
     def check(rows, groups, seed):
         parts, _ = quantise(drawn(seed, rows, 32 * groups))
-        checkpoint = opened(tmp_path / f"{rows}-{groups}-{seed}", parts)
+        checkpoint = q.opened(tmp_path / f"{rows}-{groups}-{seed}", parts, **CONFIG)
         for dtype in DTYPES:
             held = weights(checkpoint, dtype)
             matrix = held.matrix(NAME)
@@ -86,7 +59,7 @@ def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path, name):
             assert (matrix.format, matrix.shape) == (kept_as, held.shape(NAME))
             assert_same_bits(matrix.decode(), held[NAME])
         assert matrix.nbytes == sum(part.nbytes for part in matrix.parts.values())
-        wanted = meaning(matrix)
+        wanted, _ = (part.numpy() for part in q.meaning(matrix))
         np.testing.assert_allclose(held[NAME].numpy(), wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
 
     check()
@@ -96,7 +69,7 @@ def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path, name):
 def test_codes_are_views_of_the_file(tmp_path, name):
     kept_as, quantise = KEPT[name]
     parts, _ = quantise(drawn(1, 140, 64))
-    checkpoint = opened(tmp_path, parts)
+    checkpoint = q.opened(tmp_path, parts, **CONFIG)
     matrix = weights(checkpoint).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     codes, scale = formats_of(checkpoint)[NAME].tensors[:2]
@@ -109,7 +82,7 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path, name):
     """Slices as views where they are whole blocks, rows by index where rows share no scale; decoded otherwise."""
     kept_as, quantise = KEPT[name]
     parts, _ = quantise(drawn(2, 300, 64))
-    matrix = weights(opened(tmp_path, parts)).matrix(NAME)
+    matrix = weights(q.opened(tmp_path, parts, **CONFIG)).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     whole, blocks = matrix.decode(), matrix.meta["block_rows"]
 
