@@ -73,7 +73,7 @@ class Chat:
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "regenerate": ("", "answer the last message again", self._regenerate),
             "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
-            "system": ("[TEXT]", "show or replace the system message", self._system),
+            "system": ("[TEXT]", "show or replace the system message; none removes it", self._system),
             "save": ("FILE", "write the conversation with its state", self._save),
             "save!": ("FILE", "the same, replacing a file", self._replace),
             "load": ("FILE", "continue a saved conversation", self._load),
@@ -164,7 +164,7 @@ class Chat:
 
     def _system(self, text: str) -> None:
         if text:
-            self._conversation.system = text
+            self._conversation.system = None if text == "none" else text
         self._say(f"system message: {self._conversation.system or 'none'}")
 
     def _clear(self, _: str) -> None:

@@ -178,6 +178,12 @@ def configured(
                         f"There is no model {shown(source)}. Did you mean --prompt {shlex.quote(cut(source, 100))}?"
                     )
                 options["model"] = source
+            if file is not None and file.suffix != ".toml":
+                try:
+                    read_toml(file)
+                except ConfigError as error:
+                    kinds = 'a folder, a GGUF file, a hub id or "demo", or a configuration in TOML'
+                    raise ConfigError(f"{error.message}, so it is no configuration", try_=kinds) from None
             flags = {name: options.pop(name) for name in list(options) if name in KEYS}
             overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
             return command(config=_config(file, overrides, new_tokens), **options)
@@ -298,10 +304,15 @@ class PromptOptions:
         return SAMPLE_PROMPT
 
     def in_template(self, lm: LanguageModel, prompt: str | list[int]) -> str | list[int]:
-        """``prompt``, as a message if it is one (``are_messages``). Raises: PromptError if there is no template."""
+        """``prompt``, as a message if it is one (``are_messages``).
+
+        Raises: PromptError if it is empty, or there is no template.
+        """
         chat = self.chat if self.system is None else True
         if isinstance(prompt, list) or not are_messages(lm, chat):
             return prompt
+        if not prompt:  # the template would make a prompt of it
+            raise PromptError("the prompt is empty")
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return lm.tokenizer.encode_messages([*system, {"role": "user", "content": prompt}])
 

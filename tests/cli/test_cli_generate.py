@@ -118,6 +118,17 @@ def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke)
 
 
 @pytest.mark.usefixtures("loaded_once")
+def test_the_report_counts_what_came_from_a_prediction_and_names_filters_without_effect(invoke, tmp_path):
+    (tmp_path / "same").write_text(invoke("generate", "-p", "def f(x):", "-n", 24, registry=OWN).stdout)
+    options = ("--prediction", tmp_path / "same", "--top-k", 5, "--min-p", 0.1)
+    for drafter, named in (("mtp", "mtp; "), ("none", "")):
+        done = invoke("generate", "-p", "def f(x):", "-n", 24, *options, "--drafter", drafter, registry=OWN)
+        assert done.exit_code == 0, done.stderr
+        assert re.search(rf"kept \({named}[1-9]\d* of \d+ from the prediction\)", " ".join(done.stderr.split()))
+        assert "note: top_k and min_p: without effect at temperature 0" in done.stderr
+
+
+@pytest.mark.usefixtures("loaded_once")
 def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, monkeypatch):
     for option, told in (
         ("--raw", "not in the chat template; --chat puts it"),

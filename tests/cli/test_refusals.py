@@ -23,6 +23,10 @@ BEFORE_LOADING = [
     ("generate --prompt-tokens 1 --chat", "--chat and --system take text"),
     ("generate -p x --raw --system y", "--raw and --system: a system message needs the chat template"),
     ("generate --model a/b", "Give a/b a prompt"),
+    (
+        "generate binary -p x",
+        "'binary' is not UTF-8: byte 0xff at offset 0, so it is no configuration try: a folder, a",
+    ),
     ("generate 'def add(a, b):'", "Did you mean --prompt 'def add(a, b):'?"),
     ("generate demo 'write a poem'", "extra argument 'write a poem'. Did you mean --prompt 'write a poem'?"),
     ("generate gpt2", 'a hub id with its organization, as in "openai-community/gpt2"'),
@@ -118,6 +122,7 @@ BEFORE_LOADING = [
 BY_THE_MODEL = [
     ("generate --prompt ''", "PromptError: the prompt is empty"),
     ("generate --prompt-tokens ''", "PromptError: the prompt is empty"),
+    ("generate --prompt '' --chat", "PromptError: the prompt is empty"),
     ("accept --drafter ngram --ablate all", "the drafter 'ngram' uses none"),
     ("accept --drafter none", "so there is nothing to measure"),
     ("accept --depth 99", "the depth is 1 to 15 on this backend, got 99"),
