@@ -49,7 +49,10 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     import specdec
     from specdec.decoding.conversation import Conversation
 
-    template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
+    try:
+        template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
+    except ConfigError as error:
+        raise ConfigError("--template takes KEY=VALUE, such as enable_thinking=false", got=shown(variables)) from error
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     conversation = Conversation(lm, system=system, template=template)

@@ -374,18 +374,19 @@ def _token_ids(text: str) -> list[int]:
 
 def read_text(file: str) -> str:
     """Read a UTF-8 file, or the first 32 MiB of a pipe; "-" is standard input. Raises: PromptError."""
+    name = "standard input" if file == "-" else repr(file)
     limit = max(TEXT_LIMIT, os.path.getsize(file) if os.path.isfile(file) else 0)
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
-        raise PromptError(f"cannot read {file!r}: {error.strerror or error}") from error
+        raise PromptError(f"cannot read {name}: {error.strerror or error}") from error
     if len(data) > limit:
-        raise PromptError(f"{file!r} has no end within {limit:,} bytes", try_="a regular file")
+        raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise PromptError(f"{file!r} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
+        raise PromptError(f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
 
 
 def check_file(option: str, file: str | pathlib.Path | None) -> None:

@@ -96,7 +96,8 @@ def test_where_a_prompt_comes_from(invoke, models, tmp_path, monkeypatch, option
     assert models[0].asked == [asked]
     assert invoke("generate", "--prompt", "x", "--prediction", "file").exit_code == 0
     assert models[-1].prediction == "schön\n"
-    assert "cannot read" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
+    assert "cannot read 'none'" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
+    assert "standard input is not UTF-8: byte 0xff at offset 0" in invoke("generate", stdin=b"\xff").stderr
 
 
 @pytest.mark.usefixtures("loaded_once")

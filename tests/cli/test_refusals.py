@@ -87,7 +87,7 @@ BEFORE_LOADING = [
     (f"{SERVERS} --prompts none.txt", "prompt file cannot be read"),
     (f"{SERVERS} -p a --per-class 1", "leave them out"),
     (f"{SERVERS} --timeout 1e300", "is not in the range"),
-    ("chat --template x", "an override is key.path=value"),
+    ("chat --template x", "--template takes KEY=VALUE, such as enable_thinking=false got: ('x',)"),
     ("chat -t -1", "key generation.temperature takes 0.0 to 100.0"),
     ("check ngram --seed " + HUGE, "--seed"),
     ("batch demo", "Missing option '--prompts'"),
