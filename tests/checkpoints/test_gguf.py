@@ -502,3 +502,6 @@ def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None
         file.write_bytes(content.replace(old, new))
         with pytest.raises(CheckpointError, match=message):
             specdec.load(str(file))
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"one\.gguf is empty"):
+        specdec.load(str(file))
