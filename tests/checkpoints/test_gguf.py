@@ -224,7 +224,7 @@ def test_blocks_of_several_value_heads_are_brought_into_order(tmp_path: Path, ki
     expected = torch.from_numpy(dealt.swapaxes(1, 2).reshape(rows, -1).copy())
     name = "layers.0.linear_attn.out_proj.weight"
     file = saved(writer, tmp_path / "one.gguf")
-    with format_of(file).open(file) as checkpoint:
+    with open_checkpoint(file) as checkpoint:
         assert torch.equal(StoredWeights(checkpoint, dtype=torch.float32)[name], expected)
         for kernels in kernels_available():
             ops = make_ops(kernels, "float32")

@@ -115,10 +115,10 @@ def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke)
 
 @pytest.mark.usefixtures("loaded_once")
 def test_the_report_counts_what_came_from_a_prediction_and_names_filters_without_effect(invoke, tmp_path):
-    (tmp_path / "same").write_text(invoke("generate", "-p", "def f(x):", "-n", 24, registry=OWN).stdout)
+    (tmp_path / "same").write_text(invoke("generate", "-p", "def f(x):", "-n", 24).stdout)
     options = ("--prediction", tmp_path / "same", "--top-k", 5, "--min-p", 0.1)
     for drafter, named in (("mtp", "mtp; "), ("none", "")):
-        done = invoke("generate", "-p", "def f(x):", "-n", 24, *options, "--drafter", drafter, registry=OWN)
+        done = invoke("generate", "-p", "def f(x):", "-n", 24, *options, "--drafter", drafter)
         assert done.exit_code == 0, done.stderr
         assert re.search(rf"kept \({named}[1-9]\d* of \d+ from the prediction\)", " ".join(done.stderr.split()))
         assert "note: top_k and min_p: without effect at temperature 0" in done.stderr
