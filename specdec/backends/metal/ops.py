@@ -7,6 +7,7 @@ kernels, which are row-invariant; ``fast`` uses MLX's stock kernels throughout.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -183,8 +184,9 @@ class MetalOps(Ops):
         return (x.astype(mx.float32) * factor).astype(self.dtype)
 
     def scale_by_position(self, x: mx.array, beta: float, length: int, position: int) -> mx.array:
-        steps = (number(position) + mx.arange(x.shape[0], dtype=mx.int32)) // length
-        return (x.astype(mx.float32) * (1 + beta * mx.log1p(steps.astype(mx.float32)))[:, None]).astype(self.dtype)
+        grown = mx.array([[1 + beta * math.log1p((position + t) // length)] for t in range(x.shape[0])], mx.float32)
+        mx.eval(grown)
+        return (x.astype(mx.float32) * grown).astype(self.dtype)
 
     def add_positions(self, x: mx.array, table: Matrix, position: int) -> mx.array:
         return self.add(x, self.embed(table, DeviceTokens(number(position) + mx.arange(x.shape[0], dtype=mx.int32))))
