@@ -12,9 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from tests import tiny, tiny_families
+from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.test_quantised_models import matrix, split
-from tests.fuzz.mutations import DIGITS, NESTED, VALUES, SafetensorsFile, mutate_bytes, mutate_json, mutate_safetensors
+from tests.fuzz.mutations import (
+    DIGITS,
+    NESTED,
+    VALUES,
+    SafetensorsFile,
+    mutate_bytes,
+    mutate_gguf,
+    mutate_json,
+    mutate_safetensors,
+)
 
 _HYBRID = tiny.shape(
     "hidden=64 heads=2 kv_heads=1 head_dim=32 max_positions=64 key_heads=1 value_heads=2 key_dim=16 value_dim=16 "
@@ -40,6 +50,18 @@ def _mlx(folder: pathlib.Path) -> pathlib.Path:
     return made
 
 
+def _gguf(write: Callable[[pathlib.Path], pathlib.Path], matrices: str) -> Callable[[pathlib.Path], pathlib.Path]:
+    """A writer of a folder with one GGUF file."""
+
+    def write_file(folder: pathlib.Path) -> pathlib.Path:
+        source = write(folder.with_name(f"{folder.name}-source"))
+        folder.mkdir()
+        write_gguf(folder / "model.gguf", source, matrices=matrices)
+        return folder
+
+    return write_file
+
+
 SUBJECTS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "hybrid": lambda folder: tiny.write_qwen3_5(folder, **_HYBRID),
     "hybrid, vision layout": lambda folder: tiny.write_qwen3_5(folder, vl=True, shards=2, **_HYBRID),
@@ -56,6 +78,9 @@ SUBJECTS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "nvfp4": _quantised("nvfp4 packed"),
     "int4": _quantised("int4 g16 zero points"),
     "mlx": _mlx,
+    "gguf, hybrid": _gguf(lambda folder: tiny.write_qwen3_5(folder, **_HYBRID), "F32"),
+    "gguf, packed": _gguf(lambda folder: tiny_families.write_llama(folder, hidden=64, max_positions=64), "Q8_0"),
+    "gguf, experts": _gguf(lambda folder: tiny_families.write_qwen3_5_moe(folder, max_positions=64), "BF16"),
 }
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -78,6 +103,8 @@ def _damage(rng: random.Random, folder: pathlib.Path) -> str:
         try:
             if file.suffix == ".safetensors":
                 mutant = mutate_safetensors(rng, data)
+            elif file.suffix == ".gguf":
+                mutant = mutate_gguf(rng, data)
             elif rng.random() < 0.2:
                 mutant = mutate_bytes(rng, data)
             else:

@@ -133,6 +133,25 @@ def _mutate_document(rng: random.Random, document: Any, raws: list[str]) -> str:
     return f"{path[:100]}: {str(key)[:40]!r} = {str(new)[:60]!r}"
 
 
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def mutate_gguf(rng: random.Random, data: bytes) -> Mutant:
+    """Mutate bytes of a GGUF file, or up to three of its header's counts, lengths, types, values and offsets."""
+    if rng.random() < 0.4:
+        return mutate_bytes(rng, data)
+    mutated, done = bytearray(data), []
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        size, end = rng.choice((1, 4, 4, 8)), min(len(data), rng.choice((64, 1024, 16_384)))
+        at = rng.randrange(8, max(end - size, 9))
+        new = rng.choice((0, 1, 7, 2**7, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1, -1, rng.random()))
+        old = int.from_bytes(mutated[at : at + size], "little")
+        value = old + rng.choice((-1, 1)) if isinstance(new, float) else new
+        mutated[at : at + size] = (value % 256**size).to_bytes(size, "little")
+        done.append(f"{size} bytes at {at}: {old} to {value}")
+    return Mutant("; ".join(done), bytes(mutated))
+
+
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
