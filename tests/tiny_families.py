@@ -331,7 +331,7 @@ def yarn(original: int, factor: float, **more: Any) -> dict[str, Any]:
     return {"type": "yarn", "factor": factor, "original_max_position_embeddings": original, **more}
 
 
-def _rope(original: int, factor: float, **more: Any) -> dict[str, Any]:
+def yarn_parameters(original: int, factor: float, **more: Any) -> dict[str, Any]:
     """``rope_parameters`` of YaRN, as newer files have them, and no ``rope_theta`` at the top."""
     parameters = {**yarn(original, factor, **more), "rope_theta": 1e4}
     return {"rope_theta": None, "rope_parameters": parameters | {"rope_type": parameters.pop("type")}}
@@ -428,7 +428,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "released": shape(
             "layers=3 hidden=36 intermediate=22",
             tied=False,
-            keys={"sliding_window": 7, **_rope(24, 8.0, beta_fast=4, truncate=False)},
+            keys={"sliding_window": 7, **yarn_parameters(24, 8.0, beta_fast=4, truncate=False)},
         ),
         "typed": shape(
             "heads=6 kv_heads=6",
@@ -437,16 +437,18 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
                 "sliding_window": 40,
                 "layer_types": ["full_attention", "sliding_attention"],
                 "swiglu_limit": 0.8,
-                **_rope(24, 4.0),
+                **yarn_parameters(24, 4.0),
             },
         ),
     },
     "ministral3": {
-        "released": shape(keys=_rope(24, 8.0, beta_fast=4, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)),
+        "released": shape(
+            keys=yarn_parameters(24, 8.0, beta_fast=4, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)
+        ),
         "window": shape(
             "head_dim=20 heads=3 kv_heads=1",
             tied=False,
-            keys={"sliding_window": 11, **_rope(9, 3.0, beta_fast=4, llama_4_scaling_beta=0.1)},
+            keys={"sliding_window": 11, **yarn_parameters(9, 3.0, beta_fast=4, llama_4_scaling_beta=0.1)},
         ),
     },
     "mistral": {

@@ -46,7 +46,7 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
         return check_folder(path)
     if is_hub_id(model):
         return _from_hub(model, revision, progress)
-    raise _no_such_folder(model, path)
+    raise _nothing_there(model, path)
 
 
 def is_hub_id(model: str) -> bool:
@@ -76,7 +76,7 @@ def check_folder(path: Path) -> Path:
     Raises: CheckpointError saying what it is instead.
     """
     if not os.path.exists(path):
-        raise _no_such_folder(str(path), path)
+        raise _nothing_there(str(path), path)
     if not os.path.isdir(path):
         if is_gguf(path):
             return path
@@ -144,18 +144,19 @@ def entries(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
 
 
-def _no_such_folder(model: str, path: Path) -> CheckpointError:
-    parent = path.absolute().parent
+def _nothing_there(model: str, path: Path) -> CheckpointError:
+    what, parent = "file" if path.suffix.lower() == ".gguf" else "folder", path.absolute().parent
     if os.path.isdir(parent) and os.access(parent, os.R_OK):
-        match = nearest(path.name, (name for name in entries(parent) if os.path.isdir(parent / name)))
+        models = (name for name in entries(parent) if name.endswith(".gguf") or os.path.isdir(parent / name))
+        match = nearest(path.name, models)
         did_you_mean = f" Did you mean {str(path.parent / match)!r}?" if match else ""
         instead = _instead_of_a_file(path)
         if re.fullmatch(r"[A-Za-z][\w-]*", model):
             instead = 'a hub id with its organization, as in "openai-community/gpt2"; a folder; or "demo"'
-        return CheckpointError(f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=instead)
+        return CheckpointError(f"there is no {what} {model!r}.{did_you_mean}", looked_in=parent, try_=instead)
     while not os.path.isdir(parent):
         parent = parent.parent
-    return CheckpointError(f"there is no folder {model!r}", exists_up_to=parent, try_=_MODELS)
+    return CheckpointError(f"there is no {what} {model!r}", exists_up_to=parent, try_=_MODELS)
 
 
 # --- the hub -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -51,13 +51,19 @@ _MAX_AXES = 64  # of a tensor; torch's own limit
 
 @attrs.frozen
 class StoredTensor:
-    """One entry in a safetensors header."""
+    """One entry in a safetensors header.
+
+    Attributes:
+        columns: what brings columns of a quantised tensor's codes, scales or values ``[N, n]`` into order; None for
+            most.
+    """
 
     file: Path
     dtype: str  # as in the file: "BF16", "F8_E4M3", ...
     shape: tuple[int, ...]
     start: int  # byte offset after the header
     stop: int
+    columns: Callable[[torch.Tensor], torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -223,6 +229,10 @@ class Checkpoint:
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor as safetensors spells it, including ones that torch lacks ("F4")."""
         return self._tensors[name].dtype
+
+    def columns(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """As ``StoredTensor.columns``."""
+        return self._tensors[name].columns
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""

@@ -49,7 +49,10 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     import specdec
     from specdec.decoding.conversation import Conversation
 
-    template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
+    try:
+        template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
+    except ConfigError as error:
+        raise ConfigError("--template takes KEY=VALUE, such as enable_thinking=false", got=shown(variables)) from error
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     conversation = Conversation(lm, system=system, template=template)
@@ -73,7 +76,7 @@ class Chat:
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "regenerate": ("", "answer the last message again", self._regenerate),
             "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
-            "system": ("[TEXT]", "show or replace the system message", self._system),
+            "system": ("[TEXT]", "show or replace the system message; none removes it", self._system),
             "save": ("FILE", "write the conversation with its state", self._save),
             "save!": ("FILE", "the same, replacing a file", self._replace),
             "load": ("FILE", "continue a saved conversation", self._load),
@@ -164,7 +167,7 @@ class Chat:
 
     def _system(self, text: str) -> None:
         if text:
-            self._conversation.system = text
+            self._conversation.system = None if text == "none" else text
         self._say(f"system message: {self._conversation.system or 'none'}")
 
     def _clear(self, _: str) -> None:

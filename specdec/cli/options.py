@@ -178,6 +178,12 @@ def configured(
                         f"There is no model {shown(source)}. Did you mean --prompt {shlex.quote(cut(source, 100))}?"
                     )
                 options["model"] = source
+            if file is not None and file.suffix != ".toml":
+                try:
+                    read_toml(file)
+                except ConfigError as error:
+                    kinds = 'a folder, a GGUF file, a hub id or "demo", or a configuration in TOML'
+                    raise ConfigError(f"{error.message}, so it is no configuration", try_=kinds) from None
             flags = {name: options.pop(name) for name in list(options) if name in KEYS}
             overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
             return command(config=_config(file, overrides, new_tokens), **options)
@@ -298,10 +304,15 @@ class PromptOptions:
         return SAMPLE_PROMPT
 
     def in_template(self, lm: LanguageModel, prompt: str | list[int]) -> str | list[int]:
-        """``prompt``, as a message if it is one (``are_messages``). Raises: PromptError if there is no template."""
+        """``prompt``, as a message if it is one (``are_messages``).
+
+        Raises: PromptError if it is empty, or there is no template.
+        """
         chat = self.chat if self.system is None else True
         if isinstance(prompt, list) or not are_messages(lm, chat):
             return prompt
+        if not prompt:  # the template would make a prompt of it
+            raise PromptError("the prompt is empty")
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return lm.tokenizer.encode_messages([*system, {"role": "user", "content": prompt}])
 
@@ -363,18 +374,19 @@ def _token_ids(text: str) -> list[int]:
 
 def read_text(file: str) -> str:
     """Read a UTF-8 file, or the first 32 MiB of a pipe; "-" is standard input. Raises: PromptError."""
+    name = "standard input" if file == "-" else repr(file)
     limit = max(TEXT_LIMIT, os.path.getsize(file) if os.path.isfile(file) else 0)
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
-        raise PromptError(f"cannot read {file!r}: {error.strerror or error}") from error
+        raise PromptError(f"cannot read {name}: {error.strerror or error}") from error
     if len(data) > limit:
-        raise PromptError(f"{file!r} has no end within {limit:,} bytes", try_="a regular file")
+        raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise PromptError(f"{file!r} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
+        raise PromptError(f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
 
 
 def check_file(option: str, file: str | pathlib.Path | None) -> None:

@@ -50,10 +50,11 @@ def _essence(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> Ite
         return
     spent = sum(seconds for phase, seconds in stats["seconds"].items() if phase != "prefill")
     share = f"{stats['seconds']['draft'] / spent:.0%} of the time, " if spent else ""
-    yield (
-        "drafting",
-        f"{share}{accepted} of {output.count(drafted, 'drafted token')} kept ({stats['speculation']['drafter']})",
-    )
+    predicted, sources = stats["prediction"], [stats["speculation"]["drafter"]]
+    if predicted["offered"]:
+        sources = [name for name in sources if name != "none"]
+        sources.append(f"{predicted['accepted']} of {predicted['offered']} from the prediction")
+    yield "drafting", f"{share}{accepted} of {output.count(drafted, 'drafted token')} kept ({'; '.join(sources)})"
 
 
 def promise(guarantee: str, parity: str) -> str:

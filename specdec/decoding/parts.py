@@ -149,6 +149,15 @@ def with_seed(settings: GenerationConfig) -> GenerationConfig:
     return attrs.evolve(settings, seed=secrets.randbits(32))
 
 
+def unused_filters(settings: GenerationConfig) -> list[str]:
+    """A notice, if filters of the distribution are set and no token is drawn from it."""
+    usual = attrs.fields_dict(GenerationConfig)
+    filters = [name for name in ("top_k", "top_p", "min_p") if getattr(settings, name) != usual[name].default]
+    if settings.temperature > 0 or not filters:
+        return []
+    return [f"{' and '.join(filters)}: without effect at temperature 0, which is greedy decoding"]
+
+
 def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int) -> Sampling:
     """The sampling of one generation: ids checked against the vocabulary, processors built.
 

@@ -17,7 +17,7 @@ import attrs
 from specdec.config import GenerationConfig
 from specdec.contract import CycleRecord, DepthPolicy, ForwardOutput, same_depth
 from specdec.decoding.cycle import PassRequest, cycle
-from specdec.decoding.parts import Parts, language_model, make_sampling
+from specdec.decoding.parts import Parts, language_model, make_sampling, unused_filters
 from specdec.decoding.result import Result, RunStats
 from specdec.decoding.sequence import LiveSequence, prefill_chunks
 from specdec.drafters.prediction import PredictedText
@@ -89,7 +89,7 @@ class Stream:
         self._matcher = StopMatcher(settings.stop)
         self._stop_ids = frozenset() if settings.ignore_eos else frozenset(lm.tokenizer.eos_ids)
         self._sampling = make_sampling(lm, settings, generated_from=len(self._prompt))
-        self._notices: list[str] = []  # of this generation
+        self._notices = unused_filters(settings)  # of this generation
         self._text = ""
         self._piece = ""
         self._reason: str | None = None

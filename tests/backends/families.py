@@ -32,7 +32,7 @@ TRIED: dict[str, dict[str, Any]] = {
             "gemma3": "patterned",
             "gpt_oss": "released",
             "granite": "factors",
-            "ministral3": "window",
+            "ministral3": "released",
             "mistral": "window",
             "olmo2": "gqa2",
             "phi3": "window",

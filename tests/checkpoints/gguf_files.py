@@ -89,7 +89,8 @@ def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32
         writer.add_key_value(key, value, kind)
     for name, values in converted(config, arch, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}):
         kind = gguf.GGMLQuantizationType[matrices]
-        whole = values.ndim >= 2 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and "ssm_conv" not in name
+        whole = values.ndim >= 2 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        whole = whole and "ssm_conv" not in name and not name.endswith(".bias")
         kind = kind if whole else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(values.contiguous().numpy(), kind), raw_dtype=kind)
     return saved(writer, file)
@@ -104,9 +105,9 @@ def saved(writer: gguf.GGUFWriter, file: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def copied(reader: gguf.GGUFReader, file: pathlib.Path, *, fields: bool = True) -> gguf.GGUFWriter:
-    """A writer of another Llama file, with the metadata of this one if ``fields``."""
-    writer = gguf.GGUFWriter(file, "llama")
+def copied(reader: gguf.GGUFReader, file: pathlib.Path, *, fields: bool = True, arch: str = "llama") -> gguf.GGUFWriter:
+    """A writer of another file of the same architecture, with the metadata of this one if ``fields``."""
+    writer = gguf.GGUFWriter(file, arch)
     for field in reader.fields.values() if fields else ():
         if not field.name.startswith(("GGUF.", "general.architecture")):
             kinds = [*field.types, None]

@@ -26,7 +26,7 @@ import specdec
 from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.packed import HEADER, Header, Packer
 from specdec.checkpoints import Checkpoint, StoredWeights, checkpoint_config, open_checkpoint
-from specdec.checkpoints.gguf import read_gguf
+from specdec.checkpoints.gguf import generation_config, read_gguf
 from specdec.checkpoints.gguf.blocks import BLOCKS
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.checkpoints.quantised.stored import RowParts
@@ -41,6 +41,7 @@ from tests.selection import cases, examples
 from tests.tiny import kernels_available, make_ops, write_qwen3
 from tests.tiny_families import SHAPES, write_llama, write_qwen2
 
+KINDS = gguf.GGMLQuantizationType
 BLOCK_TYPES = [block.name for block in BLOCKS.values() if block.group]
 FAMILIES: dict[str, Callable[..., Path]] = {"llama": write_llama, "qwen2": write_qwen2, "qwen3": write_qwen3}
 
@@ -205,13 +206,56 @@ def test_the_converters_changes_are_undone(tmp_path: Path, family: str) -> None:
         assert drafts[0] == drafts[1]
 
 
-def test_a_matrix_whose_blocks_are_wider_than_a_head_is_refused(tmp_path: Path) -> None:
-    """The columns of ``ssm_out`` are in another order, and blocks cannot be cut."""
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "Q5_1"])
+def test_blocks_of_several_value_heads_are_brought_into_order(tmp_path: Path, kind: str) -> None:
+    """Those of ``ssm_out``, decoded and packed: the values of the format, with every head's columns in its group."""
+    keys, ratio, width = 2, 4, 96
+    shape = {"key_heads": keys, "value_heads": keys * ratio, "value_dim": width, "layer_types": ["linear_attention"]}
+    whole = write_gguf(tmp_path / "whole.gguf", tiny.WRITERS["qwen3_5"](tmp_path / "folder", **shape, mtp=False))
+    reader, rows = gguf.GGUFReader(whole), 48
+    blocks = random_blocks(kind, rows * keys * ratio * width // gguf.GGML_QUANT_SIZES[getattr(KINDS, kind)][0], 7)
+    writer = copied(reader, tmp_path / "one.gguf", arch="qwen35")
+    for tensor in reader.tensors:
+        if tensor.name.endswith("ssm_out.weight"):
+            writer.add_tensor(tensor.name, blocks.reshape(rows, -1), raw_dtype=getattr(KINDS, kind))
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    dealt = gguf.quants.dequantize(blocks, getattr(KINDS, kind)).reshape(rows, ratio, keys, width)
+    expected = torch.from_numpy(dealt.swapaxes(1, 2).reshape(rows, -1).copy())
+    name = "layers.0.linear_attn.out_proj.weight"
+    file = saved(writer, tmp_path / "one.gguf")
+    with open_checkpoint(file) as checkpoint:
+        assert torch.equal(StoredWeights(checkpoint, dtype=torch.float32)[name], expected)
+        for kernels in kernels_available():
+            ops = make_ops(kernels, "float32")
+            stored = StoredWeights(checkpoint, dtype=torch.float32, keeps=ops.capabilities.packed_formats)
+            got = ops.to_host(ops.embed(ops.weight(stored.matrix(name)), range(rows)))
+            assert torch.equal(got, expected), kernels
+
+
+def test_columns_of_several_heads_with_one_scale_are_refused(tmp_path: Path) -> None:
+    """The columns of ``ssm_out`` are in another order, and a group cannot be cut."""
     shape = {**tiny.QWEN3_5_SHAPES["r3-gqa3-untied"], "value_dim": 16, "value_heads": 4, "key_heads": 2}
     folder = tiny.WRITERS["qwen3_5"](tmp_path / "folder", **shape)
     file = write_gguf(tmp_path / "one.gguf", folder, matrices="Q8_0")
     with pytest.raises(CheckpointError, match="ssm_out is stored as Q8_0"):
         specdec.load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|endoftext|>", "<|end|>", "<|call|>"], [0, 1]),
+        (["<|return|>", "<|endoftext|>", "<|end|>", "<|call|>"], [0, 1, 3]),
+        (["<|return|>", "<|im_end|>", "<|end|>"], [0, 1, 2]),
+    ],
+)
+def test_a_message_is_no_text_in_the_format_of_gpt_oss(tmp_path: Path, special: list[str], ends: list[int]) -> None:
+    """``<|end|>`` ends a generation but where ``<|return|>`` and ``<|call|>`` do."""
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "gpt-oss")
+    writer.add_token_list(special)
+    writer.add_eos_token_id(0)
+    assert generation_config(read_gguf(saved(writer, tmp_path / "one.gguf"))) == {"eos_token_id": ends}
 
 
 @pytest.mark.parametrize(
@@ -283,10 +327,15 @@ def _joined(text: str, tokens: list[str], order: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("matrices", ["Q8_0", "Q4_0", "Q5_1"])
-def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, matrices: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "matrices"),
+    [("qwen2", "Q8_0"), ("qwen2", "Q4_0"), ("qwen2", "Q5_1"), ("gpt_oss", "MXFP4"), ("qwen3_5", "Q8_0")],
+)
+def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, family: str, matrices: str) -> None:
     """With packed weights: plain and speculative tokens agree, and plain ones with those of the decoded model."""
-    folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
+    shapes = {"qwen2": {"heads": 4, "head_dim": 16}, "gpt_oss": SHAPES["gpt_oss"]["released"]}
+    shape = shapes.get(family, {"value_dim": 32, "value_heads": 6})
+    folder = tiny.WRITERS[family](tmp_path / "folder", **shape | {"hidden": 64, "intermediate": 96})
     file = write_gguf(tmp_path / "one.gguf", folder, matrices=matrices)
     tokens = [
         specdec.load(str(file), drafter=drafter, weights=weights, activations="float", dtype="float32").generate(
@@ -453,3 +502,6 @@ def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None
         file.write_bytes(content.replace(old, new))
         with pytest.raises(CheckpointError, match=message):
             specdec.load(str(file))
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"one\.gguf is empty"):
+        specdec.load(str(file))

@@ -53,6 +53,8 @@ def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path):
     assert locate(str(first)) == locate(str(folder)) == first
     (folder / "other.gguf").touch()
     assert "name one of the GGUF files" in refusal(str(folder)).facts["try"]
+    assert "there is no file" in refusal(str(folder / "others.gguf")).message
+    assert "Did you mean" in refusal(str(folder / "others.gguf")).message
 
 
 @pytest.mark.parametrize("rest", ["", "/", "/tree/main?x=1"])

@@ -49,6 +49,7 @@ class FakeStream:
             "seconds": {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "commit": 0.4},
             "depth": {"2": cycles},
             "draft": {},
+            "prediction": {"offered": 0, "accepted": 0},
             "speculation": {
                 "active": active,
                 "drafter": self.lm.config.drafter.name,

@@ -251,8 +251,9 @@ SAID = {
         "loaded 2 turns > Two; saved 2 turns saved 2 turns",
     ),
     "system": (
-        "One\n/system\n/system Be brief.\nTwo\n/system",
-        "system message: none; system message: Be brief.; system message: Be brief.",
+        "One\n/system\n/system Be brief.\nTwo\n/system\n/system none\nThree\n/system",
+        "system message: none; system message: Be brief.; system message: Be brief.; system message: none; "
+        "system message: none",
     ),
     "regenerate": (
         "/regenerate\nOne\n/regenerate\n/set temperature=0.9\n/regenerate\n/stats",

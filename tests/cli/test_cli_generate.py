@@ -91,7 +91,8 @@ def test_where_a_prompt_comes_from(invoke, models, tmp_path, monkeypatch, option
     assert models[0].asked == [asked]
     assert invoke("generate", "--prompt", "x", "--prediction", "file").exit_code == 0
     assert models[-1].prediction == "schön\n"
-    assert "cannot read" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
+    assert "cannot read 'none'" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
+    assert "standard input is not UTF-8: byte 0xff at offset 0" in invoke("generate", stdin=b"\xff").stderr
 
 
 @pytest.mark.usefixtures("loaded_once")
@@ -110,6 +111,17 @@ def test_a_comparison_says_what_it_runs_and_gives_no_ratio_of_few_tokens(invoke)
         assert ratio in " ".join(done.stderr.split())
         assert "the same" in done.stderr
     assert re.search(r"sampled +temperature 0.7, seed \d+", done.stderr)
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_the_report_counts_what_came_from_a_prediction_and_names_filters_without_effect(invoke, tmp_path):
+    (tmp_path / "same").write_text(invoke("generate", "-p", "def f(x):", "-n", 24).stdout)
+    options = ("--prediction", tmp_path / "same", "--top-k", 5, "--min-p", 0.1)
+    for drafter, named in (("mtp", "mtp; "), ("none", "")):
+        done = invoke("generate", "-p", "def f(x):", "-n", 24, *options, "--drafter", drafter)
+        assert done.exit_code == 0, done.stderr
+        assert re.search(rf"kept \({named}[1-9]\d* of \d+ from the prediction\)", " ".join(done.stderr.split()))
+        assert "note: top_k and min_p: without effect at temperature 0" in done.stderr
 
 
 @pytest.mark.usefixtures("loaded_once")

@@ -19,6 +19,10 @@ BEFORE_LOADING = [
     ("generate --prompt-tokens 1 --chat", "--chat and --system take text"),
     ("generate -p x --raw --system y", "--raw and --system: a system message needs the chat template"),
     ("generate --model a/b", "Give a/b a prompt"),
+    (
+        "generate binary -p x",
+        "'binary' is not UTF-8: byte 0xff at offset 0, so it is no configuration try: a folder, a",
+    ),
     ("generate 'def add(a, b):'", "Did you mean --prompt 'def add(a, b):'?"),
     ("generate demo 'write a poem'", "extra argument 'write a poem'. Did you mean --prompt 'write a poem'?"),
     ("generate gpt2", 'a hub id with its organization, as in "openai-community/gpt2"'),
@@ -79,7 +83,7 @@ BEFORE_LOADING = [
     (f"{SERVERS} --prompts none.txt", "prompt file cannot be read"),
     (f"{SERVERS} -p a --per-class 1", "leave them out"),
     (f"{SERVERS} --timeout 1e300", "is not in the range"),
-    ("chat --template x", "an override is key.path=value"),
+    ("chat --template x", "--template takes KEY=VALUE, such as enable_thinking=false got: ('x',)"),
     ("chat -t -1", "key generation.temperature takes 0.0 to 100.0"),
     ("check ngram --seed " + HUGE, "--seed"),
     ("batch demo", "Missing option '--prompts'"),
@@ -114,6 +118,7 @@ BEFORE_LOADING = [
 BY_THE_MODEL = [
     ("generate --prompt ''", "PromptError: the prompt is empty"),
     ("generate --prompt-tokens ''", "PromptError: the prompt is empty"),
+    ("generate --prompt '' --chat", "PromptError: the prompt is empty"),
     ("accept --drafter ngram --ablate all", "the drafter 'ngram' uses none"),
     ("accept --drafter none", "so there is nothing to measure"),
     ("accept --depth 99", "the depth is 1 to 15 on this backend, got 99"),

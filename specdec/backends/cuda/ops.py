@@ -27,7 +27,7 @@ from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatent
 from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.kernels import attention, delta, delta_chunked, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
-from specdec.backends.cuda.kernels.launch import LENGTH, MAX_ROWS, interpreting
+from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
 from specdec.backends.cuda.kernels.packed import Layout
 from specdec.backends.cuda.kernels.route import choose
 from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
@@ -200,11 +200,8 @@ class CudaOps(Ops):
         return row_kernels.scale(materialised(x), factor)
 
     def scale_by_position(self, x: Any, beta: float, length: int, position: Any) -> Tensor:
-        x = materialised(x)
-        first = position.row[LENGTH.value] if isinstance(position, DeviceLength) else int(position)
-        steps = (first + torch.arange(len(x), device=x.device)) // length
-        grown: Tensor = x.float() * (1 + beta * steps.float().log1p())[:, None]
-        return grown.to(x.dtype)
+        first = position.row if isinstance(position, DeviceLength) else int(position)
+        return row_kernels.grow(materialised(x), beta, length, first)
 
     def add(self, a: Any, b: Any) -> Tensor:
         return row_kernels.add(materialised(a), materialised(b))

@@ -6,6 +6,7 @@ Sources: ``convert_hf_to_gguf.py`` and ``gguf-py/gguf/constants.py`` in llama.cp
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -68,6 +69,7 @@ _DELTA = {
 }
 # Tensors that the converter squeezed, and where the axis of size 1 was
 SQUEEZED = {"linear_attn.conv1d.weight": 1, "mlp.shared_expert_gate.weight": 0}
+_MOST_HEADS = 256  # in a block
 # Names of an MTP head's tensors beside those of its layer
 _QWEN_HEAD = {
     "eh_proj": "mtp.fc",
@@ -197,6 +199,22 @@ def _grouped(stored: torch.Tensor, *, key_heads: int, ratio: int, axis: int = 0,
     return torch.cat([stored[:skipped], groups])
 
 
+@attrs.frozen
+class Columns:
+    """``_grouped`` of the columns of unpacked blocks, whose bytes may hold columns of several heads."""
+
+    key_heads: int
+    ratio: int
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        """Bring codes, scales, units or values ``[N, n]`` into order; one of several heads is repeated for each."""
+        heads = self.key_heads * self.ratio
+        times = heads // (math.gcd(part.shape[1], heads) or 1)
+        if not 0 < times <= _MOST_HEADS:
+            raise CheckpointError(f"ssm_out has {part.shape[1]} columns, and the metadata say {heads} value heads")
+        return _grouped(part.repeat_interleave(times, 1), key_heads=self.key_heads, ratio=self.ratio, axis=1)
+
+
 def _qwen3_5(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
     """Value heads are dealt to the key heads in turn, unlike in the original, where each has a group of them."""
     sizes = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -208,12 +226,14 @@ def _qwen3_5(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
     if not part.startswith("linear_attn.") or key_heads == value_heads or not key_heads:
         return change
     group = functools.partial(_grouped, key_heads=key_heads, ratio=value_heads // key_heads)
-    if name == "out_proj":
-        if value_dim % BY_NAME[kind].values:
+    if name == "out_proj" and (width := BY_NAME[kind].group):
+        if value_dim % width:
             raise CheckpointError(
-                f"ssm_out is stored as {kind}, in blocks that are wider than a head, which is not read",
-                try_="a file in which it is stored as Q8_0, or a type without blocks of 256",
+                f"ssm_out is stored as {kind}, in which {width} columns have one scale, and a head has {value_dim}",
+                try_="a file in which it is stored as F16 or BF16",
             )
+        return Columns(key_heads, value_heads // key_heads)
+    if name == "out_proj":
         return functools.partial(group, axis=1)
     if name == "A_log":
         return lambda stored: _logarithm(group(stored))

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REALS, REQUIRED, SQUEEZED, TOP
+from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REALS, REQUIRED, SQUEEZED, TOP, Columns
 from specdec.checkpoints.gguf.file import GgufFile, GgufTensor
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, shown
@@ -26,6 +26,7 @@ _SILENT = ("vocab_size", "rope.dimension_count", "attention.value_length")
 _NAME = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>.+)")
 # Ends of a turn or text that a file may not name as its end token; llama.cpp stops at them by their text too
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+_HARMONY = ("<|return|>", "<|call|>")  # the ends of gpt-oss's format, in which "<|end|>" ends a message of several
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -70,8 +71,10 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
             )
     ids = list(named.values())
     if isinstance(tokens, list):
-        ends = set(_ENDS)
-        ids += [index for index, token in enumerate(tokens) if token in ends]
+        ends = {*_ENDS, *_HARMONY}
+        known = {token: index for index, token in enumerate(tokens) if token in ends}
+        others = {"<|end|>"} if known.keys() >= set(_HARMONY) else set(_HARMONY)
+        ids += [index for token, index in known.items() if token not in others]
     return {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
 
 
@@ -239,7 +242,11 @@ class _Reader:
             change = self.architecture.changes(part, config, tensor.dtype)
             if canonical in found:
                 raise self._error(f"holds the tensor {canonical} under two names, {shown(name)} the second")
-            found[canonical] = tensor if change is None else attrs.evolve(tensor, change=change)
+            if isinstance(change, Columns):
+                tensor = attrs.evolve(tensor, columns=change)
+            elif change is not None:
+                tensor = attrs.evolve(tensor, change=change)
+            found[canonical] = tensor
         return found
 
     def _canonical(self, name: str, layers: int) -> tuple[str, str]:

@@ -87,10 +87,10 @@ def mapped(path: Path) -> torch.Tensor:
     try:
         with open_file(path) as stream:
             memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise CheckpointError(
-            f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}", file=path
-        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}", file=path) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is empty", file=path, try_="download it again") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ class BlockCoding(Coding):
 
     largest = 255.0
     block: Block
+    columns: Callable[[torch.Tensor], torch.Tensor] | None  # as ``StoredTensor.columns``
 
     @property
     def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -45,10 +46,14 @@ class BlockCoding(Coding):
     def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
         _, rows, columns = matrices(self.shape)
         group, block = self.block.group, self.block
+        stored = self._blocks(index * rows, (index + 1) * rows)
+        parts: Mapping[str, torch.Tensor] = RowParts(stored, block, self._parts)
+        if self.columns is not None:
+            parts = {name: self.columns(part) for name, part in parts.items()}
         return StoredMatrix(
             format=self.kept_as,
             shape=(rows, columns),
-            parts=RowParts(self._blocks(index * rows, (index + 1) * rows), block, self._parts),
+            parts=parts,
             meta={"block_rows": 1, "block_columns": group, "group": group, "bits": block.bits},
             dtype=dtype,
             values=self.meanings,
@@ -77,7 +82,8 @@ class BlockCoding(Coding):
             values.mul_(_times(unpacked.scale, unpacked.scale_unit)[..., None])
             if unpacked.bias is not None:
                 values.add_(_times(unpacked.bias, unpacked.bias_unit)[..., None])
-            yield start, stop, values.view(stop - start, -1)
+            values = values.view(stop - start, -1)
+            yield start, stop, values if self.columns is None else self.columns(values)
 
     def check(self) -> tuple[bool, bool]:
         for piece in self.parts.checkpoint.pieces(self.parts.codes):
@@ -114,7 +120,15 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
     shape = (*stored[:-1], stored[-1] // block.bytes * block.values)
     count, rows, columns = matrices(shape)
     grid = Grid(1, block.group, (count, rows, columns // block.group))
-    return BlockCoding(parts=parts, label=block.name.lower(), shape=shape, grid=grid, bits=block.bits, block=block)
+    return BlockCoding(
+        parts=parts,
+        label=block.name.lower(),
+        shape=shape,
+        grid=grid,
+        bits=block.bits,
+        block=block,
+        columns=parts.checkpoint.columns(parts.codes),
+    )
 
 
 FORMAT = Format("gguf", _looks_like, _coding)

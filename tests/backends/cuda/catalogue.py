@@ -266,6 +266,8 @@ def _rows() -> None:
     rows.silu_product(both[:, 0], both[:, 1], torch.bfloat16)
     rows.gelu(_act(3, 3072))
     rows.scale(_act(3, 3072), 0.22)
+    for first in (0, _row()):
+        rows.grow(_act(3, 4096), 0.1, 16384, first)
     for added in ((x,), (table, 5), (table, _row())):
         rows.add(x, *added)
     rows.embed(_act(248320, 4096), torch.zeros(4, dtype=torch.int32))

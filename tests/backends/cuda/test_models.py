@@ -17,7 +17,7 @@ from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatent
 from specdec.backends.cuda.ops import CudaOps
 from specdec.models import Weights, dry_run
 from specdec.models.loading import build_target
-from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
+from tests import tiny, tiny_families
 from tests.backends import families
 from tests.backends.families import VOCAB
 from tests.decoding.test_lossless import mtp
@@ -34,6 +34,7 @@ TINY = {
     ),
     "llama": DENSE,
     "granite": {**DENSE, "keys": {"residual_multiplier": 0.22}},
+    "ministral3": {**DENSE, "keys": tiny_families.yarn_parameters(3, 8.0, llama_4_scaling_beta=0.5)},
     "olmo2": DENSE,
     "smollm3": {**DENSE, "layers": 2, "keys": {"no_rope_layers": [1, 0]}},
     "qwen3_5_moe": ATTENTION | tiny.shape("inner=16 shared=16 experts=4", mtp=False, layer_types=["full_attention"]),

@@ -99,6 +99,19 @@ def _scale(x, stride, out, size, factor, BLOCK: tl.constexpr, OUT: tl.constexpr)
     tl.store(out + t * size + at, rounded(a * factor, OUT), at < size)
 
 
+@triton.jit(do_not_specialize=["first"])
+def _grow(
+    x, stride, out, size, beta, length, first, row, AT_LENGTH: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    if AT_LENGTH:
+        first = tl.load(row + LENGTH)
+    factor = 1.0 + beta * tl.log(1.0 + ((first + t) // length).to(tl.float32))
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + t * stride + at, at < size).to(tl.float32)
+    tl.store(out + t * size + at, rounded(a * factor, OUT), at < size)
+
+
 def gelu(x: Tensor) -> Tensor:
     """GELU with tanh of ``x [T, I]``, the last axis dense: the same shape and dtype, contiguous."""
     return _mapped(_gelu, x)
@@ -109,13 +122,23 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return _mapped(_scale, x, factor)
 
 
-def _mapped(kernel: Any, x: Tensor, *arguments: float) -> Tensor:
+def grow(x: Tensor, beta: float, length: int, first: Tensor | int) -> Tensor:
+    """``x [T, I]``, the last axis dense, times ``1 + beta ln(1 + floor(p / length))``; row t is at p = ``first`` + t.
+
+    ``first`` as in ``add``. Returns: the same shape and dtype, contiguous.
+    """
+    on_device = isinstance(first, Tensor)
+    place = (0, first) if on_device else (first, None)
+    return _mapped(_grow, x, beta, length, *place, AT_LENGTH=on_device)
+
+
+def _mapped(kernel: Any, x: Tensor, *arguments: Any, **constants: Any) -> Tensor:
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(size))
     stride = x.stride(0) if rows > 1 else size  # that of a single row is arbitrary
     grid = rows, triton.cdiv(size, block)
-    launch(kernel, grid, x, stride, out, size, *arguments, BLOCK=block, OUT=dtype_of(x.dtype))
+    launch(kernel, grid, x, stride, out, size, *arguments, **constants, BLOCK=block, OUT=dtype_of(x.dtype))
     return out
 
 
