@@ -4,8 +4,6 @@
 run by default is said by ``addopts`` in ``pyproject.toml``.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -13,7 +11,6 @@ import pathlib
 import signal
 import sys
 import tempfile
-from typing import Any
 
 # Before torch is imported, and inherited by the processes that tests start: the workers of a run share the cores, so
 # each computes on one thread (tests that need more ask for more), and threads that wait sleep instead of spinning.
@@ -42,7 +39,7 @@ if str(ROOT) not in sys.path:  # `from tests.tiny import ...`, however pytest wa
     sys.path.insert(0, str(ROOT))
 
 # a deadline would measure the machine's other work; a failing example prints the blob that reproduces it
-_COMMON: dict[str, Any] = {
+_COMMON = {
     "deadline": None,
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],

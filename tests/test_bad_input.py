@@ -4,13 +4,9 @@ The parts have their own tests (``tests/checkpoints``, ``tests/config``); here t
 ``specdec.load`` and, for some, through the command line in a process of its own.
 """
 
-from __future__ import annotations
-
 import math
 import pathlib
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import attrs
 import numpy as np
@@ -22,7 +18,7 @@ import specdec
 from specdec.errors import CheckpointError, PromptError, UnknownNameError, UnsupportedError
 from tests import tiny
 
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "hidden": 32,
     "layers": 2,
     "heads": 2,
@@ -101,7 +97,7 @@ def large_tokenizer(folder):
 WEIGHTS = "model.safetensors"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 Q_PROJ, OUT_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.linear_attn.out_proj.weight"
-CHECKPOINTS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
+CHECKPOINTS = {
     "no folder": (shutil.rmtree, "there is no folder; tiny; try:"),
     "no config": (lambda at: (at / "config.json").unlink(), "it has no config.json; tiny; try:"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"neither {WEIGHTS} nor; try:"),

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import inspect
 import runpy
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import attrs
 import numpy as np
@@ -42,7 +40,7 @@ from tests.selection import examples
 
 PROMPT = [7, 8, 9, 7, 8, 9, 7, 8]
 COUNT = 10
-SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.3}]
+SETTINGS = [{}, {"temperature": 0.8, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.3}]
 METHODS = {
     "drafter": ("factory", "prefill", "propose", "observe", "rewind", "snapshot", "report"),
     "verifier": ("factory", "verify"),
@@ -51,13 +49,13 @@ METHODS = {
     "observer": ("specdec_cycle",),
 }
 ENDS = ("verifier", "logits processor", "depth policy")  # a failure of these ends the generation
-RAISED: dict[str, Callable[[], BaseException]] = {
+RAISED = {
     "an error": lambda: ValueError("boom"),
     "stop iteration": StopIteration,
     "a long text": lambda: ValueError("x" * 100_000),
     "ours": lambda: StateError("out of order"),
 }
-ANSWERS: dict[str, dict[str, Callable[[Any], Any]]] = {  # from the right answer
+ANSWERS = {  # from the right answer
     "propose": {
         "nothing": lambda draft: None,
         "float tokens": lambda draft: Draft((1.0, 2.0)),
@@ -305,7 +303,7 @@ def test_a_verifier_without_a_guarantee_is_refused(install):
 FIRST = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "first_target.py")))
 
 
-CALLS: dict[str, Callable[[Any, Any], Any]] = {
+CALLS = {
     "new_state": lambda lm, session: lm.session(),
     "prefill": lambda lm, session: session.generate("the cat sat", max_new_tokens=6),
     "decode": lambda lm, session: session.generate(max_new_tokens=6, ignore_eos=True),

@@ -19,7 +19,6 @@ from tests.tiny_families import SHAPES
 
 PROMPT = list(range(1, 24))
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3"]
-Tensors = dict[str, torch.Tensor]
 
 
 def written(folder, family="qwen3_5", **shape):

@@ -1,10 +1,6 @@
 """MTP heads in speculators' layout: renamed, fed with the states they were trained on, and refused where unclear."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +15,6 @@ from tests.drafters.test_mtp_drafts import Run, check, prompt_of
 from tests.models.mtp_oracle import MtpOracle
 from tests.tiny_families import SHAPES
 
-Tensors = dict[str, torch.Tensor]
-Edit = Callable[[dict[str, Any], Tensors], None]
 EXACT = {"mtp.fc.weight": "input_proj.weight", "mtp.norm.weight": "final_layernorm.weight"}
 PREFIXES = {
     "mtp.pre_fc_norm_hidden.": "hidden_layernorm.",
@@ -120,7 +114,7 @@ def tensor(name):
     return lambda config, head: head.update({name: torch.zeros(2)})
 
 
-REFUSED: dict[str, tuple[Edit, str]] = {
+REFUSED = {
     "a second layer": (tensor("mtp_layers.1.input_proj.weight"), r"mtp_layers.1.input_proj.weight \[2\] is not used"),
     "a draft vocabulary": (tensor("d2t"), r"the tensor d2t \[2\] is not used"),
     "an unknown tensor": (tensor("mtp_layers.0.post_norm.weight"), "post_norm"),

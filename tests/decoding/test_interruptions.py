@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pathlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -136,7 +135,7 @@ class Trial:
         self.generate(begin + len(MORE) + COUNT)
 
 
-CALLS: dict[str, Callable[[Trial], Any]] = {
+CALLS = {
     "generate": lambda trial: trial.generate(len(PROMPT) + FIRST + COUNT),
     "stop strings": lambda trial: trial.generate(len(PROMPT) + FIRST + COUNT, stop=("no such text",)),
     "stream": Trial.stream,
@@ -224,8 +223,8 @@ def check(lm, call, folder, settings, truth, steps, *, instructions=False):
     return count
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 7}}
-TRUTHS: dict[tuple[Any, ...], Truth] = {}
+SETTINGS = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 7}}
+TRUTHS = {}
 
 
 @given(
@@ -253,7 +252,7 @@ def test_interruptions_of_a_call_and_of_its_repair(make, tmp_path_factory, subje
 
 # --- conversations ---------------------------------------------------------------------------------------------------
 
-TALKS: dict[str, Callable[[Conversation, pathlib.Path], Any]] = {
+TALKS = {
     "ask": lambda talk, folder: talk.ask("the inn", max_new_tokens=8).result,
     "leave": lambda talk, folder: talk.ask("the inn", max_new_tokens=40, ignore_eos=True).close(),
     "rewind": lambda talk, folder: talk.rewind(1),

@@ -24,7 +24,7 @@ from tests import tiny
 from tests.selection import cases
 
 VOCAB = 277
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "qwen3_5": tiny.HYBRID,
     "qwen3": {"hidden": 36, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
 }
@@ -289,7 +289,7 @@ def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decodi
     tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
 
 
-PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
+PREDICTIONS = {
     "the output": lambda output: output,
     "every tenth token changed": lambda output: [token if at % 10 else 0 for at, token in enumerate(output, 1)],
     "a line left out and one put in": lambda output: [*output[:8], *range(90, 97), *output[8:14], *output[17:]],

@@ -1,9 +1,6 @@
 """Prefill: any chunking leaves the same states, of the target and of the MTP head, and a long prompt stays small."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from specdec.models import causal_lm
 from tests import tiny
 from tests.processes import run_python
 
-SHAPE: dict[str, Any] = tiny.QWEN3_5_SHAPES["r2-gqa1-untied"]
+SHAPE = tiny.QWEN3_5_SHAPES["r2-gqa1-untied"]
 VOCAB = 301
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=70)

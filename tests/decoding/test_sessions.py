@@ -5,8 +5,6 @@ stopped; and a plain one. The first two must also agree in their acceptance: a d
 went is no error in the tokens, and nobody would notice.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -14,8 +12,6 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import attrs
 import pytest
@@ -226,9 +222,6 @@ def refuses(lm, saved):
     assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == truth
 
 
-Change = Callable[[dict[str, Any], dict[str, Any]], object]
-
-
 def on(array, change):
     """A change of one array of the state."""
     return lambda _, tensors: tensors.update({f"state.{array}": change(tensors[f"state.{array}"])})
@@ -253,7 +246,7 @@ def rewrite(file, target, change):
 
 
 FORMAT = session_file.FORMAT
-CHANGES: dict[str, tuple[Change, str]] = {
+CHANGES = {
     "newer": (
         lambda d, t: d.update(format=FORMAT + 1),
         f"format {FORMAT + 1}, this version reads {FORMAT}[^$]*newer specdec",

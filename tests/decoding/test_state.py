@@ -23,7 +23,7 @@ from tests import tiny
 
 VOCAB = 277
 CAPACITY = 96
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+SHAPES = {
     "hybrid": ("qwen3_5", tiny.HYBRID | {"tied": True, "printable": False}),
     "attention-only": ("qwen3_5", tiny.QWEN3_5_SHAPES["attention-only"]),
     "qwen3": ("qwen3", {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44}),

@@ -1,11 +1,7 @@
 """A second model drafts: whatever it is, the tokens are those of plain decoding, and its state follows the text."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import attrs
 import numpy as np
@@ -261,7 +257,7 @@ def with_one_more_token(written):
     return str(folder)
 
 
-BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
+BAD = {
     "no model": (lambda **_: {}, ["drafter.model", "required and missing"]),
     "empty model": (lambda **_: {"model": ""}, ["drafter.model"]),
     "no such folder": (

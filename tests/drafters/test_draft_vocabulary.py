@@ -1,9 +1,6 @@
 """The file of a draft vocabulary: what is written is read, and what is another model's or damaged is refused."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import attrs
 import pytest
@@ -38,7 +35,7 @@ def test_what_is_written_is_read(made, tmp_path_factory):
     assert DraftVocabulary.read(file) == made
 
 
-GOOD: dict[str, Any] = {"format": "specdec draft vocabulary", "version": 1, "vocab_size": 9, "tokens": [3, 1]}
+GOOD = {"format": "specdec draft vocabulary", "version": 1, "vocab_size": 9, "tokens": [3, 1]}
 
 
 @pytest.mark.parametrize(

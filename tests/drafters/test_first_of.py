@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -77,7 +75,7 @@ class NotedConfig:
     every: int = 1
 
 
-made: list[Noted] = []
+made = []
 
 
 class Plugin:
@@ -191,7 +189,7 @@ def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
 
 # --- what cannot be used ---------------------------------------------------------------------------------------------
 
-BAD: dict[str, tuple[Any, list[str]]] = {
+BAD = {
     "nothing": (None, ["drafter.drafters", "required and missing"]),
     "an empty list": ([], ["drafter.drafters takes one drafter or more", "[] (list)", "try", '{ name = "mtp" }']),
     "a word": ("ngram", ["drafter.drafters takes a list", "'ngram' (str)"]),

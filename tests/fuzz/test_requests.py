@@ -4,12 +4,9 @@ Each is answered in one sentence or cut off, never with status 500. After each b
 and its text is the same as before. ``campaign.py`` says how many seeds are tried; a failure names its seed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time
-from typing import Any
 
 import pytest
 
@@ -23,14 +20,14 @@ pytest.importorskip("uvicorn")
 
 SECONDS = 2.0  # that a server at rest takes to answer
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SHORT: dict[str, Any] = {**ASK, "max_tokens": 2}
+SHORT = {**ASK, "max_tokens": 2}
 FUNCTION = {
     "name": "f",
     "description": "x",
     "parameters": {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
+GOOD = (
     (CHAT, SHORT),
     (CHAT, {**SHORT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}),
     (CHAT, {**SHORT, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["a", "b"], "logit_bias": {"5": -1.0}}),

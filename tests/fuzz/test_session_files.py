@@ -30,7 +30,7 @@ DESCRIPTION, CHECKSUM = "specdec.session", "specdec.checksum"
 PROMPT = list(range(40, 52))
 MORE = 5  # tokens that a loaded session generates
 LONGEST = 2_000  # characters of a message
-SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "seed": 3})
+SETTINGS = ({}, {"temperature": 0.9, "seed": 3})
 KINDS = (
     "hybrid, mtp",
     "hybrid, draft model",

@@ -6,7 +6,6 @@ import contextlib
 import math
 import socket
 import threading
-from typing import Any
 
 import attrs
 import pytest
@@ -260,7 +259,7 @@ def test_vllm_is_asked_for_ids_and_llama_cpp_gives_entries_of_chat():
     assert read_completion(body, 4) == Answer((Step(5, -0.5, {5: -0.5}),), "a", True)
 
 
-LISTS: dict[str, list[Any]] = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
+LISTS = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
 
 
 def choice(**changes):

@@ -1,10 +1,7 @@
 """Keys of ``config.json`` that change what a model computes are read or refused, whatever the family."""
 
-from __future__ import annotations
-
 import json
 import pathlib
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +18,7 @@ CONFIGS = {name: text_config(config) for name, (config, *_) in PUBLISHED.items()
 NAMES = st.sampled_from(
     ["Qwen3.5-0.8B", "Qwen3-Next-80B-A3B", "DeepSeek-V3", "GLM-4.5-Air", "Llama-3.1-8B", "Qwen2.5-7B"]
 )
-CHANGING: dict[str, tuple[Any, ...]] = {
+CHANGING = {
     "final_logit_softcapping": (30.0, 0, "30"),
     "attn_logit_softcapping": (50.0,),
     "logit_scale": (0.0625, "x"),
@@ -40,7 +37,7 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "mup_width_multiplier": (8.0,),
     "a_key_of_next_year": ("x", [0], {"a": 1}),
 }
-NEUTRAL: dict[str, Any] = {
+NEUTRAL = {
     "logit_scale": 1.0,
     "embedding_multiplier": 1,
     "mlp_bias": False,

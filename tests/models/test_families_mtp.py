@@ -4,18 +4,14 @@ An oracle reads the files itself and keeps no state (see ``mtp_oracle``). Its tr
 hidden states that the head starts from; the trunk's own logits are compared with transformers elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 from specdec.contract import Needs
@@ -24,8 +20,6 @@ from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_i
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
 from tests.selection import cases
 from tests.tiny_families import FAMILIES, SHAPES
-
-Float64 = NDArray[np.float64]
 
 
 def softmax(x):
@@ -226,7 +220,7 @@ class ExtraLayerOracle:
         return known[len(tokens) :], logits
 
 
-ORACLES: dict[str, Any] = {
+ORACLES = {
     "qwen3_5_moe": QwenMoeOracle,
     "qwen3_next": QwenMoeOracle,
     "glm4_moe": ExtraLayerOracle,

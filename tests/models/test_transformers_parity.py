@@ -4,10 +4,7 @@ The measure is ``max |difference| / max |reference|`` over all positions and the
 the order of sums only; a wrong convention (a missing ``1 +``, a swapped half, a head mapping) by tens of percent.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ CASES = [
     for family, shapes in FAMILIES.items()
     for number, name in enumerate(shapes)
 ]
-FEEDS: dict[str, Sequence[tuple[str, int]]] = {
+FEEDS = {
     "whole": [("prefill", TOKENS)],
     "chunks": [("prefill", 1), ("prefill", 37), ("prefill", 2), ("decode", 16), ("decode", 3), ("prefill", 24)],
     "blocks": [("decode", rows) for rows in (5, 16, 1, 2, 16, 11, 16, 16)],

@@ -53,7 +53,7 @@ class Mutant:
     apply: Apply
 
 
-MUTANTS: list[Mutant] = []
+MUTANTS = []
 
 
 def killed_by(*killers):
@@ -506,7 +506,7 @@ def state_of_the_head_not_counted(patch):
 
 # --- the gate --------------------------------------------------------------------------------------------------------
 
-_passed: set[Callable[[], None]] = set()
+_passed = set()
 
 
 SAMPLE = ("residual_is_the_target",)

@@ -1,9 +1,5 @@
 """Whatever the adaptive policy decides from clocks and tables, the tokens are those of plain decoding."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +10,7 @@ from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
 from tests import tiny
 
-SHAPE: dict[str, Any] = {"printable": True}
+SHAPE = {"printable": True}
 GENERATED = 48
 
 seconds = st.floats(1e-6, 10.0)

@@ -1,9 +1,6 @@
 """Every clause has a plugin that is wrong in that way, and its check finds it in the cases of quick effort."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ def made(subject, kind):
     return as_subject(subject, kind.spec() if subject is Subject.MODEL_FAMILY else kind)
 
 
-TABLES: dict[Subject, dict[Any, str]] = {
+TABLES = {
     Subject.DRAFTER: drafters.BROKEN,
     Subject.VERIFIER: verifiers.BROKEN,
     Subject.FORWARD_PASS: targets.BROKEN,

@@ -3,12 +3,8 @@
 A run of all of them (``pytest -m slow tests/testing/test_built_ins.py``) ends with a table of the seconds of each.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from functools import partial
 from time import process_time
-from typing import Any
 
 import pytest
 
@@ -100,7 +96,7 @@ def registered():
     return found
 
 
-BUILT_INS: Mapping[str, tuple[Subject, Any]] = {
+BUILT_INS = {
     **registered(),
     **{name: (Subject.DRAFTER, given) for name, given in draft_models().items()},
     "logits processor grammar, regex": (Subject.LOGITS_PROCESSOR, grammar(regex=r"([a-z]+ [0-9]+[,.] )*")),

@@ -4,9 +4,6 @@ Beside random rows come the cases where float32 could decide wrongly: equal and 
 of minus infinities, all tokens banned but one, tiny and huge temperatures, and vocabularies of 1 to 248,320 tokens.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -23,9 +20,6 @@ from specdec.sampling import Rows
 from tests.backends.choices import SETTINGS, logits_of, misfit, random_case, tied
 from tests.instruction_sets import kernels_of
 from tests.selection import cases
-
-Choose = Callable[[Choosing], Any]
-TiedCase = tuple[np.ndarray, tuple[int, ...], Context]
 
 
 @pytest.fixture(scope="module")

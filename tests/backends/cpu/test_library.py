@@ -4,8 +4,6 @@ A library that is planted answers 666; the kernels answer 42. What needs two use
 anybody else sees it with another owner.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -13,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -133,7 +130,7 @@ def loaded(tmp_path, monkeypatch):
     return contents
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+DAMAGES = {
     "empty": lambda data: b"",
     "half": lambda data: data[: len(data) // 2],
     "the last byte": lambda data: data[:-1],
@@ -207,7 +204,7 @@ def a_link(cache):
     return cache
 
 
-UNSAFE: dict[str, Callable[[Path, Path, Callable[[Path], None]], object]] = {
+UNSAFE = {
     "a folder that all may write": lambda cache, file, give: cache.chmod(0o777),
     "a folder of another user": lambda cache, file, give: give(cache),
     "a folder above it that all may write": lambda cache, file, give: cache.parent.chmod(0o777),

@@ -9,11 +9,6 @@ With AVX2, bfloat16 activations and codes of integers become whole numbers, whos
 ``x`` as the kernels do (``as_taken``), and the bound stays; how far that may be from ``x`` has a test of its own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import attrs
 import numpy as np
 import pytest
@@ -51,7 +46,7 @@ def by_tool(name):
     return lambda weight, folder, dtype: in_checkpoint(q.QUANTISERS[name](weight)[0], {}, folder, dtype)
 
 
-QUANTISERS: dict[str, Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]] = {
+QUANTISERS = {
     **{name: by_tool(name) for name in q.QUANTISERS},
     **{f"mlx-affine {bits} g{group}": affine(bits, group) for bits, group in ((2, 32), (3, 64), (4, 128), (5, 32))},
     **{f"mlx-affine {bits} g{group}": affine(bits, group) for bits, group in ((4, 64), (6, 64), (8, 64))},

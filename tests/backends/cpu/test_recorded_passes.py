@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -393,7 +392,7 @@ def _in_place(m, x, tokens, cache):
     return m.attend(x, cache, cache.length)
 
 
-BODIES: dict[str, tuple[str, Callable[[Small, torch.Tensor, Any, Any], torch.Tensor]]] = {
+BODIES = {
     "torch's cat": ("a torch function", lambda m, x, t, c: m.attend(torch.cat([x, x])[: len(t)], c, c.length)),
     "torch's add cannot": ("an operator", lambda m, x, t, c: m.attend(x + 1, c, c.length)),
     "torch's add_ cannot": ("in place", _in_place),

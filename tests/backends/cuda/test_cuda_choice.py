@@ -1,11 +1,7 @@
 """Which backend a load runs on where there is an NVIDIA device, none, or one that cannot be used; and what it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.registry import registry
 from tests.backends.cuda.fake import FakeDevice
 
-Choice = Callable[..., tuple[str, list[str]]]
 OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
     "and installing a new version from the URL: ..."
@@ -70,7 +65,7 @@ def machine(monkeypatch):
     return has
 
 
-UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+UNUSABLE = {
     "no triton": ({"triton": False}, "triton is not installed (pip install 'specdec-framework[cuda]')"),
     "torch without CUDA": ({"cuda": None, "available": False, "count": 0}, "built without CUDA"),
     "torch for ROCm": ({"cuda": None, "hip": "7.0", "available": True}, "built for ROCm"),

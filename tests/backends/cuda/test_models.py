@@ -4,11 +4,8 @@ Without a CUDA device the kernels are interpreted and models are tiny; the tests
 larger ones, in bfloat16.
 """
 
-from __future__ import annotations
-
 import importlib
 import pathlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ pytestmark = pytest.mark.interpreter
 
 ATTENTION = tiny.shape("hidden=32 heads=2 kv_heads=1 head_dim=16")
 DENSE = ATTENTION | tiny.shape("intermediate=40 layers=1")
-TINY: dict[str, dict[str, Any]] = {
+TINY = {
     "qwen3_5": ATTENTION
     | tiny.shape(
         "intermediate=32 key_heads=1 value_heads=2 key_dim=16 value_dim=16",
@@ -167,7 +164,7 @@ def test_sessions_fork_save_and_load(build, checkpoint, tmp_path):
 
 # --- on a device -----------------------------------------------------------------------------------------------------
 
-LARGER: dict[str, dict[str, Any]] = {
+LARGER = {
     "qwen3_5": tiny.shape(
         "hidden=256 heads=4 kv_heads=2 head_dim=64 key_heads=2 value_heads=4 key_dim=128 value_dim=128 "
         "intermediate=512 vocab=4099"

@@ -1,9 +1,6 @@
 """Quantised checkpoints stay packed on the way through a family's builder: values, bits, tokens and memory."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from tests.decoding.test_lossless import mtp
 pytestmark = pytest.mark.interpreter
 
 # family -> format of every matrix but the embedding, the holder, and the most bytes of its float32 matrices that it has
-STORED: dict[str, tuple[str, type[Any], float]] = {
+STORED = {
     "qwen3_5": ("fp8-block 16x16", Fp8BlockWeight, 0.26),
     "qwen3_5_moe": ("nvfp4", Nvfp4Weight, 0.18),
     "deepseek_v3": ("nvfp4 packed", Nvfp4Weight, 0.18),

@@ -1,9 +1,5 @@
 """The choice of tokens on the device: the best ones, and samples with the distribution of the float64 sampler."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ from tests.backends.cuda.kernel_runs import poisoned
 
 pytestmark = pytest.mark.interpreter
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "temperature": {"temperature": 0.8},
     "top-k": {"temperature": 1.3, "top_k": 5},
     "top-p": {"temperature": 0.9, "top_p": 0.7},

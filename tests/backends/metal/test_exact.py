@@ -5,9 +5,6 @@ On Linux the text that MLX would compile runs under emulation, on a Mac on its G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import attrs
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
-SMALL: Mapping[str, Any] = tiny.shape(
+SMALL = tiny.shape(
     "hidden=20 layers=2 heads=2 kv_heads=1 head_dim=8 rotary_factor=0.5 "
     "key_heads=1 value_heads=2 key_dim=6 value_dim=8 intermediate=24",
     layer_types=["linear_attention", "full_attention"],
@@ -44,9 +41,6 @@ class Counted:
     def run(self, kernel, inputs, launch):
         self.launches[kernel.name] = self.launches.get(kernel.name, 0) + 1
         return self.executor.run(kernel, inputs, launch)
-
-
-Made = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ element or row alone, those that move data, and those whose result no order chan
 import collections
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -104,9 +102,6 @@ def launched(run, *inputs):
 
 def forbidden(found):
     return {name for name in found if name.startswith("!")}
-
-
-Made = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,6 @@
 """MLX's layout: decoded as MLX does; checkpoints as mlx-lm converts them are the models that they were made from."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ SMALL = tiny.shape("hidden=64 heads=2 kv_heads=1 head_dim=32")
 DENSE = SMALL | {"intermediate": 96}
 DELTA = tiny.shape("key_heads=2 value_heads=4 key_dim=16 value_dim=16")
 EXPERTS = tiny.shape("inner=32 shared=32 experts=4")
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen3_5": {**DENSE, **DELTA, "tied": False},
     "qwen3_5_moe": {**SMALL, **DELTA, **EXPERTS},
     "qwen3_next": {**SMALL, **DELTA, **EXPERTS},

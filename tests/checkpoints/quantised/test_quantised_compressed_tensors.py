@@ -1,10 +1,7 @@
 """Files that the compressed-tensors library wrote: our values are the ones that it decompresses, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from tests import tiny
 from tests.comparisons import record
 
 # The library's preset -> changes of its weight scheme, and the format that we should see.
-CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+CASES = {
     "pack-quantized int4": ("W4A16", {"group_size": 32}, "int4 g32"),
     "pack-quantized int4 asymmetric": ("W4A16_ASYM", {"group_size": 16}, "int4 g16"),
     "pack-quantized int8": ("W8A16", {"group_size": None, "strategy": "channel"}, "int8 per channel"),

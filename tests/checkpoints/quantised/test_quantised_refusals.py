@@ -1,10 +1,5 @@
 """What is refused, with the tensor and the reason: by the audit, by the weights, and on the command line."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,8 +9,6 @@ from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.mlx_layout import affine
 from tests.checkpoints.quantised.quantisers import NAME, X
 from tests.checkpoints.quantised.test_quantised_decoders import drawn
-
-Change = Callable[[q.Tensors], None]
 
 
 def parts_of(label):
@@ -63,7 +56,7 @@ def poke(name, value):
 NAN, INF = float("nan"), float("inf")
 MLX = {"group_size": 64, "bits": 4}
 # label of a quantiser, change of its tensors, config, and what the sentence says
-REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
+REFUSED = {
     "fp8 without scale": (
         "fp8-block 128x128",
         put("weight_scale_inv", None),
@@ -280,7 +273,7 @@ def test_a_nan_code_anywhere_is_found(tmp_path, label, code):
             found.raise_for_errors()
 
 
-FOREIGN: dict[str, tuple[q.Tensors, dict[str, Any], str]] = {
+FOREIGN = {
     "gptq": (
         {
             "qweight": torch.ones(40, 200).int(),

@@ -1,10 +1,6 @@
 """Matrices that stay packed: what their parts mean, what they decode to, and that families hand them to an Ops."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import numpy as np
@@ -30,7 +26,7 @@ CONFIG = {
     "quantization": {"group_size": 32, "bits": 4},  # MLX's
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
-KEPT: Mapping[str, Any] = {  # quantiser -> format, and the tensors of a matrix [..., N, K] with what they mean
+KEPT = {  # quantiser -> format, and the tensors of a matrix [..., N, K] with what they mean
     "fp8-block": ("fp8-block", lambda w: q.fp8_block(w, dtype=torch.bfloat16)),
     "fp8-block e8m0": ("fp8-block", lambda w: q.fp8_block(w, name="scale", e8m0=True)),
     "nvfp4": ("nvfp4", q.nvfp4),

@@ -1,12 +1,8 @@
 """Layouts of heads: each tool's is recognised and computes the same; what is unclear is refused by its name."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import attrs
 import pytest
@@ -16,14 +12,11 @@ from safetensors.torch import load_file, save_file
 import specdec
 from specdec.contract import PrepareEnv
 from specdec.drafters.heads.files import HeadFiles
-from specdec.drafters.heads.layout import Layout, read_layout
+from specdec.drafters.heads.layout import read_layout
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.errors import SpecdecError
 from tests.drafters.heads.recorded_heads import LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_recorded_heads import BOUND, run
-
-Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
-Edit = Callable[[Config, Tensors], None]
 
 
 def edited(name, folder, edit):
@@ -185,7 +178,7 @@ def reshaped(name, *shape):
 
 
 OFFSETS = torch.zeros(24, dtype=torch.int64)
-REFUSED: dict[str, tuple[str, Edit, str]] = {
+REFUSED = {
     "unused tensor": ("eagle3", tensor("layers.0.extra.weight", torch.zeros(2)), "tensor layers.0.extra.weight .* not"),
     "unused norm": ("eagle3", tensor("layers.0.self_attn.q_norm.weights", torch.ones(8)), "q_norm.weights"),
     "unknown key": ("eagle3", change(shift_states=True), "unknown key shift_states; it may change"),
@@ -390,7 +383,7 @@ def test_the_kind_and_the_name_of_the_drafter_must_agree():
         spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
 
 
-SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
+SWITCHES = {
     "speculators' residual": (
         "eagle3-residual",
         change(without="norm_before_residual"),

@@ -1,7 +1,6 @@
 """What a head's files say is taken as every tool takes it: read otherwise, the head drafts something else."""
 
 import itertools
-from collections.abc import Callable
 
 import attrs
 import pytest
@@ -9,12 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.drafters.heads import eagle, layout, plugin
-from specdec.drafters.heads.layout import Layout
 from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_head_layouts import edited, flat, tensor
 from tests.drafters.heads.test_recorded_heads import BOUND, run
-
-Change = Callable[[Layout], Layout]
 
 
 def evolved(**changes):

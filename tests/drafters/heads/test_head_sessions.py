@@ -1,9 +1,6 @@
 """A head's state in a session's life: any history leaves the bits of a fresh start, and every measure works with it."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import attrs
 import numpy as np
@@ -49,7 +46,7 @@ steps = st.one_of(
 )
 
 
-WHOLE_LIFE: list[tuple[str, Any, Any, Any]] = [
+WHOLE_LIFE = [
     ("cycle", 8, 5, 9),
     ("cycle", 6, 0, 9),
     ("pause", 12, 0, 9),

@@ -5,10 +5,7 @@ layer k from ``hidden_states[k + 1]``, embeds a block with the target's module, 
 Sliding layers are left out: transformers' mask and its cache count a window differently.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import attrs
 import pytest
@@ -32,7 +29,7 @@ SMALL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "plain": {},
     "three layers": {"num_hidden_layers": 3, "num_key_value_heads": 1},
     "another base and eps": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-2},
