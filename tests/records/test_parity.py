@@ -12,7 +12,7 @@ from specdec.models.parity import probe_parts, probe_rows
 from specdec.records.bits import Comparison
 from specdec.testing import Memory, TableModel
 from tests import tiny
-from tests.tiny_families import FAMILIES
+from tests.backends.families import TRIED
 from tests.wrong_ops import FROM, ROWS, Leaky, last_row, wrong_ops
 
 
@@ -20,9 +20,9 @@ def differing(target, context=None):
     return [finding for finding in probe_bits(target, context) if not finding.equal]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRIED)
 def test_right_operations_of_every_family_pass(checkpoint, family):
-    target = tiny.make_target(checkpoint(family), ops=wrong_ops())
+    target = tiny.make_target(checkpoint(family, **TRIED[family]), ops=wrong_ops())
     assert probe_rows(target) is None
     kinds = [finding.subject for finding in probe_parts(target, [(1,)], (0,))]
     assert len(kinds) <= 4 + bool(target.info.mtp_layers)  # a model of a hundred layers takes no longer
