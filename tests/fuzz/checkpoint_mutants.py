@@ -88,9 +88,9 @@ SUBJECTS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
 
 def mutate_folder(rng: random.Random, folder: pathlib.Path) -> str:
     """Damage a checkpoint folder in place; what was done."""
-    return rng.choices(
-        (_damage, _hostile_file, _hostile_tokenizer, _hostile_template, _hostile_config), (12, 3, 3, 1, 3)
-    )[0](rng, folder)
+    mutations = (_damage, _hostile_file, _hostile_tokenizer, _hostile_template, _hostile_config)
+    of_any = 5 if (folder / "tokenizer.json").exists() else 2  # a GGUF file is alone
+    return rng.choices(mutations[:of_any], (12, 3, 3, 1, 3)[:of_any])[0](rng, folder)
 
 
 def _damage(rng: random.Random, folder: pathlib.Path) -> str:
