@@ -94,7 +94,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
         theirs.close()
     size = file_bytes(locate(model))
     facts = {"bytes": size, "weights": lm.info.weights, "dtype": lm.info.dtype, "family": lm.info.family}
-    facts |= {"draft_model": Path(draft).name if draft else None}
+    facts |= {"tokens": options.tokens, "draft_model": Path(draft).name if draft else None}
     facts |= {"load_seconds": load_seconds, "memory_over_file_size": memory / size, "tasks": tasks}
     facts |= {"runs": runs, "differing": differing, "chat": lm.tokenizer.has_chat_template}
     return facts | ({"llama_cpp": {"texts": len(texts), "agree": agreeing}} if options.peer else {}), texts
@@ -173,7 +173,7 @@ def main() -> None:
     options = arguments()
     options.machine = machine()
     prompts = choose_prompts(load_prompts(TASKS, chat=True), per_class=options.per_class)
-    sample = {"tokens": options.tokens, "depths": options.depths, "times": not options.without_times}
+    sample = {"depths": options.depths, "times": not options.without_times}
     for model in options.models:
         specdec.inspect_checkpoint(model)  # a model that cannot be read ends the run before it takes hours
     models: dict[str, Any] = {}

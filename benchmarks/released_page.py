@@ -13,16 +13,11 @@ FULL_TASKS, FULL_TOKENS = 10, 200  # prompts of a kind and tokens of an answer; 
 def page(result: Mapping[str, Any]) -> str:
     """The page, from the result of ``benchmarks.released`` with its machine."""
     machine, sample = result["machine"], result["sample"]
-    tasks = next(iter(result["models"].values()))["tasks"]
-    prompts = ", ".join(f"{count['prompts']} {name}" for name, count in tasks.items())
-    extent = f"Prompts: {prompts}; at most {sample['tokens']} tokens each."
-    if min(count["prompts"] for count in tasks.values()) < FULL_TASKS or sample["tokens"] < FULL_TOKENS:
-        extent += " **This is a small sample; the full run of all prompts follows.**"
     versions = f"specdec {machine['commit']}, torch {machine['torch']}"
     where = f"{machine['processor']}, {machine['threads']} threads; {versions}."
     if not sample["times"]:
         where += " **The machine was busy with other work, so the page has no times; they follow.**"
-    parts = [INTRODUCTION, "\n## Measured\n", *(f"\n{textwrap.fill(text, 120)}\n" for text in (extent, where))]
+    parts = [INTRODUCTION, "\n## Measured\n", f"\n{textwrap.fill(where, 120)}\n"]
     return "".join([*parts, *(_model(name, model, sample) for name, model in result["models"].items())])
 
 
@@ -38,7 +33,12 @@ def _model(name: str, model: Mapping[str, Any], sample: Mapping[str, Any]) -> st
 
 def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
     yield "family", model["family"]
-    yield "prompts", "messages in its chat template" if model["chat"] else "continued as text (no chat template)"
+    tasks = model["tasks"]
+    prompts = ", ".join(f"{count['prompts']} {name}" for name, count in tasks.items())
+    small = min(count["prompts"] for count in tasks.values()) < FULL_TASKS or model["tokens"] < FULL_TOKENS
+    extent = f"{prompts}; at most {model['tokens']} tokens each" + small * " (**a small sample**)"
+    form = "messages in its chat template" if model["chat"] else "continued as text (no chat template)"
+    yield "prompts", f"{extent}; {form}"
     yield "weights", f"{model['bytes'] / 1e6:,.0f} MB, {model['weights']}"
     yield "computed in", model["dtype"]
     if model["draft_model"]:
@@ -46,7 +46,7 @@ def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
     yield "memory added by loading / file size", f"{model['memory_over_file_size']:.2f}"
     if times:
         yield "load", f"{model['load_seconds']:.1f} s"
-        waits = [task["first_token_seconds"] for task in model["tasks"].values()]
+        waits = [task["first_token_seconds"] for task in tasks.values()]
         yield "time to the first token, medians by task", f"{min(waits):.2f} to {max(waits):.2f} s"
     runs, differing = model["runs"], model["differing"]
     equal = f"{runs - len(differing)} of {runs}"
