@@ -36,7 +36,6 @@ CONTEXT = 32  # tokens before the measured passes
 DOUBTED = 2.0  # times what a plain pass takes now: a kept table that says more is measured again
 FEWEST, MOST = 4, 16  # sequences at once
 PAYS = 0.05  # relative
-NEXT_TO_NOTHING = 1.2  # a first cycle of at most so many later ones: the other depths are not warmed up
 
 
 def cost_identity(lm: Parts) -> CostIdentity:
@@ -142,21 +141,19 @@ def plain_pass(lm: Parts) -> float:
 
 
 def warm_up(lm: Parts, depths: Iterable[int]) -> None:
-    """Run a cycle of every depth, and an MTP pass of every length that may follow it, in a separate session.
+    """Run a pass of every number of rows that a cycle of these depths has, the deepest cycle, and an MTP pass of every
+    length that may follow it, in a separate session.
 
     The first pass of each row count is slow: a backend may record it, and weights may still have to be read from disk.
-    That would distort a short generation and the timings of a policy. Where passes take much longer than recording
-    them, the first cycle of a depth that no measurement has run shows it; then the other depths are left to the
-    generation, which takes that much longer once.
+    That would distort a short generation and the timings of a policy.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if not allowed:
         return
     measured = _Measured(lm, 1)
-    for depth in sorted(allowed, key=lambda depth: (depth in DEPTHS, depth)):  # what may have been run comes later
-        first = measured.cycle(depth, keep=False)
-        if depth not in DEPTHS and first <= NEXT_TO_NOTHING * min(measured.cycle(depth, keep=False) for _ in range(2)):
-            return
+    for depth in allowed:
+        measured.verify(depth + 1)
+    measured.cycle(max(allowed), keep=False)
     if lm.drafter.needs.mtp:
         with calling(("target", lm.info.family), "prefill_mtp"):
             _warm_up_head(lm.target, max(allowed) + 1)
@@ -186,8 +183,17 @@ class _Measured:
         self._draft: dict[int, list[float]] = {}
         self._commit: list[float] = []
 
-    def cycle(self, depth: int, *, keep: bool = True) -> float:
-        """Run one cycle, plus a separate pass if the drafter gave fewer tokens than asked for; returns its seconds."""
+    def verify(self, rows: int) -> float:
+        """Run a separate pass; returns its seconds."""
+        sequence = self._session.sequence
+        started = perf_counter()
+        sequence.target.decode(sequence.state, [sequence.tokens[-1]] * rows).need_logits().argmax()
+        seconds = perf_counter() - started
+        sequence.target.commit(sequence.state, 0)
+        return seconds
+
+    def cycle(self, depth: int, *, keep: bool = True) -> None:
+        """Run one cycle, plus a separate pass if the drafter gave fewer tokens than asked for."""
         session, stats = self._session, self._stats
         if len(session.tokens) + depth + 1 > self._capacity:
             session.rewind(self._context)
@@ -196,17 +202,12 @@ class _Measured:
         record = run_cycle(sequence, depth, lambda emitted: 1, stats)
         seconds = record.verify_seconds
         if record.offered < depth:
-            started = perf_counter()
-            output = sequence.target.decode(sequence.state, [sequence.tokens[-1]] * (depth + 1))
-            output.need_logits().argmax()
-            seconds = perf_counter() - started
-            sequence.target.commit(sequence.state, 0)
+            seconds = self.verify(depth + 1)
         if keep:
             self._verify.setdefault(depth + 1, []).append(seconds)
             if record.offered:
                 self._draft.setdefault(record.offered, []).append(record.draft_seconds)
             self._commit.append(record.commit_seconds)
-        return seconds + record.draft_seconds + record.commit_seconds
 
     def table(self) -> CostTable:
         """The measurements so far."""

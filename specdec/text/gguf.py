@@ -158,12 +158,15 @@ def _sentencepiece(
         if kind == _USER_DEFINED and not tokens[index].strip(" "):
             tokens[index], kinds[index] = _SPACE * len(tokens[index]), _NORMAL
             scores[index] = np.inf
-    known, pairs = frozenset(tokens), []
-    for index in np.argsort(-scores, kind="stable").tolist():
-        if kinds[index] == _NORMAL:
-            token = tokens[index]
-            ends = range(1, len(token))
-            pairs += [(token[:end], token[end:]) for end in ends if token[:end] in known and token[end:] in known]
+    known = frozenset(tokens)
+    pairs = [
+        (left, right)
+        for index in np.argsort(-scores, kind="stable").tolist()
+        if kinds[index] == _NORMAL
+        for token in (tokens[index],)
+        for end in range(1, len(token))
+        if (left := token[:end]) in known and (right := token[end:]) in known
+    ]
     core = _bpe(file, tokens, kinds, pairs, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
     spaces, text = (
         normalizers.Replace(" ", _SPACE),

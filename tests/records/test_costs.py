@@ -74,30 +74,16 @@ def test_a_cycle_never_costs_less_than_nothing(verify, draft, commit, at):
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("depths", "recording", "warmed", "head"),
-    [
-        (range(7), 0.1, [5, 5, 5], False),
-        (range(7), 10.0, [5, 5, 5, 0, 1, 2, 3, 4, 6], True),
-        (range(4), 0.1, [0, 1, 2, 3], True),  # all of them may have been run by a measurement, so none tells
-    ],
-)
-def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(
-    demo, monkeypatch, depths, recording, warmed, head
-):
-    """Long passes that are recorded at once are left to the generation; short ones are all recorded before it."""
-    ran = []
-    heads = []
-
-    def cycle(_, depth, *, keep):
-        ran.append(depth)
-        return 1.0 + recording * (ran.count(depth) == 1)
-
-    monkeypatch.setattr(cycle_timing._Measured, "cycle", cycle)
+@pytest.mark.parametrize("depths", [range(7), range(4)])
+def test_every_number_of_rows_is_warmed_up_once(demo, monkeypatch, depths):
+    ran, cycles, heads = [], [], []
+    monkeypatch.setattr(cycle_timing._Measured, "verify", lambda _, rows: ran.append(rows))
+    monkeypatch.setattr(cycle_timing._Measured, "cycle", lambda _, depth, *, keep: cycles.append(depth))
     monkeypatch.setattr(cycle_timing, "_warm_up_head", lambda target, rows: heads.append(rows))
     warm_up(demo, depths)
-    assert ran == warmed
-    assert heads == [max(depths) + 1] * head
+    assert ran == [depth + 1 for depth in depths]
+    assert cycles == [max(depths)]
+    assert heads == [max(depths) + 1]
 
 
 def test_measuring_prices_every_depth_and_changes_nothing(demo):

@@ -134,8 +134,7 @@ class Packer:
         block, rows = parts.block, parts.rows
         blocks, sides = rows.view(-1, block.bytes), torch.int8
         if block.values == block.group:
-            floats = [blocks[:, at : at + 2].contiguous().view(torch.float16) for at in block.floats]
-            sides = _sides(floats) if floats else torch.bfloat16  # a power of two
+            sides = torch.float16 if block.floats else torch.bfloat16  # a power of two
         translated = _translated(_used(matrix.values, blocks[:, 2:]), block.group)
         if translated is None:
             return None

@@ -86,15 +86,12 @@ class BlockCoding(Coding):
             yield start, stop, values if self.columns is None else self.columns(values)
 
     def check(self) -> tuple[bool, bool]:
-        for piece in self.parts.checkpoint.pieces(self.parts.codes):
-            blocks = piece.view(-1, self.block.bytes)
-            if not self.block.floats:  # MXFP4: above float32
-                if bool((blocks[:, 0] == 255).any()):
-                    return False, False
-                continue
-            halves = blocks.view(torch.int16)
-            if any(int((halves[:, at // 2] & 0x7C00).max()) == 0x7C00 for at in self.block.floats):
+        blocks = self.parts.checkpoint.load(self.parts.codes).view(-1, self.block.bytes)
+        if not self.block.floats:  # MXFP4: above float32
+            if bool((blocks[:, 0] == 255).any()):
                 return False, False
+        elif any(int((blocks.view(torch.int16)[:, at // 2] & 0x7C00).max()) == 0x7C00 for at in self.block.floats):
+            return False, False
         return True, self.all_zero()
 
     def _unpacked(self, stored: torch.Tensor) -> Unpacked:

@@ -9,29 +9,34 @@ static float half(const uint8_t* from) {  // not for infinities and NaN
     return load_as<float>(&wide) * 0x1p112f;
 }
 
-// `count` codes of four bits: the low ones of every `width` / 2 bytes come first.
+// `count` codes of four bits: the low ones of every `width` / 2 bytes, a multiple of 16, come first.
 static void nibbles(const uint8_t* from, int width, int count, uint8_t* codes) {
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
     for (const uint8_t* end = codes + count; codes < end; codes += width, from += width / 2)
-        for (int i = 0; i < width / 2; ++i) {
-            codes[i] = from[i] & 15;
-            codes[i + width / 2] = from[i] >> 4;
+        for (int i = 0; i < width / 2; i += 16) {
+            const Bytes both = load_as<Bytes>(from + i), low = both & 15, high = both >> 4;
+            std::memcpy(codes + i, &low, 16);
+            std::memcpy(codes + i + width / 2, &high, 16);
         }
 }
 
 // Bit i of four bytes is 16 of code i.
 static void fifth_bits(const uint8_t* from, uint8_t* codes) {
-    const auto bits = load_as<uint32_t>(from);
-    for (int i = 0; i < 32; ++i) codes[i] |= (bits >> i & 1) << 4;
+    for (int i = 0; i < 4; ++i) {
+        const uint64_t own = from[i] * 0x0101010101010101u & 0x8040201008040201u;  // bit i in byte i
+        const uint64_t eight = load_as<uint64_t>(codes + 8 * i) | (own + 0x7f7f7f7f7f7f7f7fu & 0x8080808080808080u) >> 3;
+        std::memcpy(codes + 8 * i, &eight, 8);
+    }
 }
 
 // Adds two bits to each of 256 codes, of whose halves of 128 each 32 bytes hold four in turn.
-static void two_bits(const uint8_t* from, int shift, uint8_t* codes) {
+static void two_bits(const uint8_t* __restrict from, int shift, uint8_t* __restrict codes) {
     for (int i = 0; i < 256; i += 32)
         for (int j = 0; j < 32; ++j) codes[i + j] |= (from[i / 128 * 32 + j] >> i / 32 % 4 * 2 & 3) << shift;
 }
 
 // Bit i / 32 of byte i % 32 belongs to code i of 256.
-static void one_bit(const uint8_t* from, int shift, uint8_t* codes) {
+static void one_bit(const uint8_t* __restrict from, int shift, uint8_t* __restrict codes) {
     for (int i = 0; i < 256; i += 32)
         for (int j = 0; j < 32; ++j) codes[i + j] |= (from[j] >> i / 32 & 1) << shift;
 }

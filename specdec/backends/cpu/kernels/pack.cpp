@@ -85,15 +85,6 @@ void fetch_pages(const void* at, int64_t bytes) {
 #endif
 }
 
-void ask_for_huge_pages(void* at, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const Pages pages(at, bytes, 2 << 20);
-    if (pages.any()) madvise((void*)pages.begin, pages.bytes(), MADV_HUGEPAGE);
-#else
-    (void)at, (void)bytes;
-#endif
-}
-
 }  // namespace specdec
 
 using namespace specdec;
@@ -135,7 +126,6 @@ EXPORT int64_t is_file(const void* at, int64_t bytes) {
 // Packs rows of `words` words, `stride` bytes apart, into panels at `to`. `release` is that of for_panels.
 EXPORT void pack_panels(const void* from, int64_t stride, int64_t words, int64_t rows, void* to, int64_t release,
                         int64_t threads) {
-    ask_for_huge_pages(to, (rows + FEATURES - 1) / FEATURES * FEATURES * words * WORD);
     for_panels(from, stride, rows, release, threads, [&](int64_t panel) {
         pack_panel((const char*)from + panel * FEATURES * stride, stride, words, std::min(FEATURES, rows - panel * FEATURES),
                    (uint32_t*)to + panel * FEATURES * words);

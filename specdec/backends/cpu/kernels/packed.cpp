@@ -600,11 +600,19 @@ template void packed_row(const Packed&, int64_t, float*);
 // The codes of columns k .. k + 7 of a stream of bits, lowest bits first, one per byte.
 INLINE uint64_t eight_codes(const uint8_t* from, int64_t k, int64_t bits) {
     if (bits == 8) return load_as<uint64_t>(from + k);
+    if (bits == 4) {
+        uint64_t stream = load_as<uint32_t>(from + k / 2);
+        stream = (stream | stream << 16) & 0x0000ffff0000ffff;
+        stream = (stream | stream << 8) & 0x00ff00ff00ff00ff;
+        return (stream | stream << 4) & 0x0f0f0f0f0f0f0f0f;
+    }
     uint64_t stream = 0, codes = 0;
     std::memcpy(&stream, from + k * bits / 8, bits);
     for (int i = 0; i < 8; ++i) codes |= (stream >> i * bits & ((1u << bits) - 1)) << 8 * i;
     return codes;
 }
+
+constexpr int64_t LINES = 512;  // bytes of a row that are read at a time: a few lines beside each other
 
 // Copies a header, and completes it.
 const Packed& put_header(const void* header, void* to) {
@@ -616,20 +624,27 @@ const Packed& put_header(const void* header, void* to) {
 // How the codes of a file are stored: `internal` [256] has the kind's own.
 struct Translation {
     uint8_t own[256];
-    bool changes;  // any of the first `codes` ones
-    Translation(const Packed& w, const uint8_t* internal, int codes) : changes(false) {
+    uint8_t flips;  // these bits, if it looks up none
+    bool looks_up = false;
+    Translation(const Packed& w, const uint8_t* internal, int codes) {
         for (int i = 0; i < 256; ++i) own[i] = stored(w, internal[i]);
-        for (int i = 0; i < codes; ++i) changes |= own[i] != i;
+        flips = own[0];
+        for (int i = 0; i < codes; ++i) looks_up |= own[i] != (i ^ flips);
     }
     INLINE void apply(uint8_t* codes, int64_t columns) const {
-        if (changes) std::transform(codes, codes + columns, codes, [&](uint8_t code) { return own[code]; });
+        if (looks_up) std::transform(codes, codes + columns, codes, [&](uint8_t code) { return own[code]; });
+        else if (flips)
+            for (int64_t i = 0; i < columns; ++i) codes[i] ^= flips;
     }
 };
 
 // Writes the scale (OF = 0) or the offset of one feature in a group, and its unit if it is SMALL.
 INLINE void put_side(const Packed& w, const Group& at, int64_t of, int64_t f, const void* value, const float* unit) {
     const int64_t width = w.side_width();
-    std::memcpy((char*)at.side + (of * FEATURES + f) * width, value, width);
+    char* to = (char*)at.side + (of * FEATURES + f) * width;
+    if (width == 1) std::memcpy(to, value, 1);
+    if (width == 2) std::memcpy(to, value, 2);
+    if (width == 4) std::memcpy(to, value, 4);
     if (w.sides == SMALL) std::memcpy((char*)at.units + (of * FEATURES + f) * 4, unit, 4);
 }
 
@@ -641,29 +656,53 @@ INLINE uint32_t side_bits(const Packed& w, float value) {
     return (bits >> 16 & 0x8000) | (load_as<uint32_t>(&low) >> 13 & 0x7fff);
 }
 
-// Writes `columns` codes of one feature, the words of which are ONE_WORD apart.
-void put_codes(const Packed& w, const uint8_t* codes, int64_t columns, char* to) {
+// Eight codes as bytes, the two halves of which become nibbles of HIGH bits (four: of their low bits) in each byte of a
+// word: columns 0 2, 4 6, 1 3, 5 7.
+INLINE uint32_t in_a_word(uint64_t eight, int64_t bits) {
+    const uint64_t pairs = eight | eight >> (16 - bits);
+    return (uint32_t)((pairs & 0xff) | (pairs >> 24 & 0xff00) | (pairs << 8 & 0xff0000) | (pairs >> 16 & 0xff000000));
+}
+
+// Writes N times eight codes of one feature, the words of which are ONE_WORD apart. Returns where the next ones go.
+template <int BITS, int N> INLINE char* put_eights(const uint8_t* codes, char* to) {
+    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, WORDS = HIGH ? 4 / HIGH : N;  // of low bits; one of high bits follows
     const auto put = [&](uint32_t word) {
         std::memcpy(to, &word, WORD);
         to += ONE_WORD;
     };
-    const int64_t high = w.bits() - 4, words = step_columns(w) / 8;  // of low bits
-    uint32_t others = 0;
-    for (int64_t i = 0; i < columns / 8; ++i) {
-        const uint64_t quads = in_words(load_as<uint64_t>(codes + 8 * i), w.has_low_bits());
-        const auto first = (uint32_t)quads, second = (uint32_t)(quads >> 32);
-        if (!w.has_low_bits()) {
-            put(first);
-            put(second);
-            continue;
-        }
-        put((first & 0x0f0f0f0fu) | (second & 0x0f0f0f0fu) << 4);
-        if (!high) continue;
-        const int64_t at = i % words * 2 * high;
-        others |= (first >> 4 & 0x0f0f0f0fu) << at | (second >> 4 & 0x0f0f0f0fu) << (at + high);
-        if (i % words != words - 1) continue;
+    uint64_t eights[N];
+    uint32_t low[N], high[N];
+    std::memcpy(eights, codes, sizeof eights);
+    for (int i = 0; i < N; ++i) {
+        if (BITS == 8) eights[i] = in_words(eights[i], false);
+        else low[i] = in_a_word(eights[i] & 0x0f0f0f0f0f0f0f0fu, 4);
+        if (HIGH) high[i] = in_a_word(eights[i] >> 4 & 0x0f0f0f0f0f0f0f0fu, HIGH);
+    }
+    for (int i = 0; i < N; ++i) {
+        put(BITS == 8 ? (uint32_t)eights[i] : low[i]);
+        if (BITS == 8) put((uint32_t)(eights[i] >> 32));
+        if (!HIGH || i % WORDS != WORDS - 1) continue;
+        uint32_t others = 0;
+        for (int j = 0; j < WORDS; ++j) others |= high[i + 1 - WORDS + j] << 2 * HIGH * j;
         put(others);
-        others = 0;
+    }
+    return to;
+}
+
+// Likewise `columns` codes, a multiple of those of one step.
+template <int BITS> void put_codes(const uint8_t* codes, int64_t columns, char* to) {
+    for (; columns >= 32; columns -= 32, codes += 32) to = put_eights<BITS, 4>(codes, to);
+    constexpr int REST = BITS == 6 ? 2 : 1;
+    if (BITS != 5)
+        for (; columns > 0; columns -= 8 * REST, codes += 8 * REST) to = put_eights<BITS, REST>(codes, to);
+}
+
+void put_codes(const Packed& w, const uint8_t* codes, int64_t columns, char* to) {
+    switch (w.kind) {
+    case NIBBLES: return put_codes<4>(codes, columns, to);
+    case FIVES: return put_codes<5>(codes, columns, to);
+    case SIXES: return put_codes<6>(codes, columns, to);
+    default: return put_codes<8>(codes, columns, to);
     }
 }
 
@@ -688,25 +727,28 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
     const Packed& w = put_header(header, to);
     const Layout layout(w);
     const Translation translation(w, internal, 1 << bits);
+    const int64_t at_once = std::max<int64_t>(1, LINES * 8 / (w.group * bits));
     for_panels(codes, row_bytes, w.n, release, threads, [&](int64_t i) {
         char* panel = (char*)to + HEADER + i * w.panel_bytes();
-        std::memset(panel, 0, w.panel_bytes());
-        for (int64_t f = 0; f < FEATURES && i * FEATURES + f < w.n; ++f)
-            for (int64_t g = 0; g < w.groups(); ++g) {
-                const int64_t row = i * FEATURES + f, first = g * w.group, columns = std::min(w.group, w.k - first);
-                const int64_t block = row / block_rows * side_columns + first / block_columns;
-                const int64_t unit = row * w.blocks() + (g >> w.shift);
-                const Group at = layout.at(panel, g);
-                put_side(w, at, 0, f, scales + block * w.side_width(), scale_units + unit);
-                if (offsets) put_side(w, at, 1, f, offsets + block * w.side_width(), offset_units + unit);
-                uint8_t group[MAX_GROUP];
-                for (int64_t k = 0; k < columns; k += 8) {
-                    const uint64_t eight = eight_codes((const uint8_t*)codes + row * row_bytes, first + k, bits);
-                    std::memcpy(group + k, &eight, 8);
+        const int64_t features = std::min(FEATURES, w.n - i * FEATURES);
+        if (features < FEATURES) std::memset(panel, 0, w.panel_bytes());
+        for (int64_t begin = 0; begin < w.groups(); begin += at_once)
+            for (int64_t f = 0; f < features; ++f)
+                for (int64_t g = begin; g < std::min(begin + at_once, w.groups()); ++g) {
+                    const Group at = layout.at(panel, g);
+                    const int64_t row = i * FEATURES + f, first = g * w.group, columns = std::min(w.group, w.k - first);
+                    const int64_t block = row / block_rows * side_columns + first / block_columns;
+                    const int64_t unit = row * w.blocks() + (g >> w.shift);
+                    put_side(w, at, 0, f, scales + block * w.side_width(), scale_units + unit);
+                    if (offsets) put_side(w, at, 1, f, offsets + block * w.side_width(), offset_units + unit);
+                    uint8_t group[MAX_GROUP];
+                    for (int64_t k = 0; k < columns; k += 8) {
+                        const uint64_t eight = eight_codes((const uint8_t*)codes + row * row_bytes, first + k, bits);
+                        std::memcpy(group + k, &eight, 8);
+                    }
+                    translation.apply(group, columns);
+                    put_codes(w, group, columns, (char*)at.codes + f * WORD);
                 }
-                translation.apply(group, columns);
-                put_codes(w, group, columns, (char*)at.codes + f * WORD);
-            }
     });
 }
 
@@ -717,27 +759,27 @@ EXPORT void pack_blocks(const void* header, const void* rows, int64_t row_bytes,
     const Layout layout(w);
     const Translation translation(w, internal, 1 << w.bits());
     const int64_t values = w.group << w.shift, bytes = row_bytes / w.blocks();
-    ask_for_huge_pages((char*)to + HEADER, packed_bytes(to) - HEADER);
+    const int64_t at_once = std::max<int64_t>(1, LINES / bytes);
     for_panels(rows, row_bytes, w.n, release, threads, [&](int64_t i) {
         char* panel = (char*)to + HEADER + i * w.panel_bytes();
         const uint8_t* from = (const uint8_t*)rows + i * FEATURES * row_bytes;
         const int64_t features = std::min(FEATURES, w.n - i * FEATURES);
         if (features < FEATURES) std::memset(panel, 0, w.panel_bytes());
         Block block;
-        for (int64_t b = 0; b < w.blocks(); ++b)
-            for (int64_t f = 0; f < features; ++f) {
-                open_block(type, from + f * row_bytes + b * bytes, block);
-                translation.apply(block.codes, values);
-                for (int64_t g = 0; g < 1 << w.shift; ++g) {
-                    const Group at = layout.at(panel, (b << w.shift) + g);
-                    for (int64_t of = 0; of < w.per_offsets(); ++of) {
-                        const uint32_t bits = side_bits(w, block.sides[of]);
-                        const void* value = w.sides == SMALL ? (const void*)&block.small[of][g] : &bits;
-                        put_side(w, at, of, f, value, &block.sides[of]);
-                    }
-                    put_codes(w, block.codes + g * w.group, w.group, (char*)at.codes + f * WORD);
+        for (int64_t begin = 0; begin < w.blocks(); begin += at_once)
+            for (int64_t f = 0; f < features; ++f)
+                for (int64_t b = begin; b < std::min(begin + at_once, w.blocks()); ++b) {
+                    open_block(type, from + f * row_bytes + b * bytes, block);
+                    translation.apply(block.codes, values);
+                    Group at = layout.at(panel, b << w.shift);
+                    put_codes(w, block.codes, values, (char*)at.codes + f * WORD);
+                    for (int64_t g = 0; g < 1 << w.shift; ++g, at.side += layout.side)
+                        for (int64_t of = 0; of < w.per_offsets(); ++of) {
+                            const uint32_t bits = side_bits(w, block.sides[of]);
+                            const void* value = w.sides == SMALL ? (const void*)&block.small[of][g] : &bits;
+                            put_side(w, at, of, f, value, &block.sides[of]);
+                        }
                 }
-            }
     });
 }
 

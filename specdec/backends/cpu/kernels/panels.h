@@ -178,7 +178,6 @@ template <class T, bool FETCH> INLINE PanelTile<T> panel_tile_of(int64_t rows, i
 
 // --- packing (pack.cpp) --------------------------------------------------------------------------------------------------
 
-void ask_for_huge_pages(void* at, int64_t bytes);
 void fetch_pages(const void* at, int64_t bytes);
 void give_back(const void* at, int64_t bytes);
 
