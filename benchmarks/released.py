@@ -69,7 +69,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     theirs = llama_cpp(options.peer, CONTEXT) if options.peer else None
     tasks: dict[str, Any] = {}
     texts: Texts = []
-    runs, differing, agreeing = 0, [], 0
+    runs, differing, gaps = 0, [], []
     for task, chosen in prompts.items():
         tallies, waits = {arm: Tally() for arm in (*arms, *["llama.cpp"] * bool(theirs))}, []
         for number, prompt in enumerate(chosen):
@@ -87,7 +87,8 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
                 answer = theirs.ask("generate", model, len(wanted), ids)
                 tallies["llama.cpp"].tokens += len(wanted)
                 tallies["llama.cpp"].seconds += answer["seconds"]
-                agreeing += answer["tokens"] == wanted
+                if answer["tokens"] != wanted:
+                    gaps.append(behind(lm, ids, wanted, answer["tokens"]))
         arms_told = {name: attrs.asdict(tally) for name, tally in tallies.items()}
         tasks[task] = {"prompts": len(chosen), "first_token_seconds": median(waits), "arms": arms_told}
     if theirs is not None:
@@ -97,7 +98,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     facts |= {"tokens": options.tokens, "draft_model": Path(draft).name if draft else None}
     facts |= {"load_seconds": load_seconds, "memory_over_file_size": memory / size, "tasks": tasks}
     facts |= {"runs": runs, "differing": differing, "chat": lm.tokenizer.has_chat_template}
-    return facts | ({"llama_cpp": {"texts": len(texts), "agree": agreeing}} if options.peer else {}), texts
+    return facts | ({"llama_cpp": agreement(len(texts), gaps)} if options.peer else {}), texts
 
 
 def loading(model: str, dtype: str) -> tuple[float, float]:
@@ -133,10 +134,16 @@ def file_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
 
-def agreement(path: Path, texts: Texts) -> dict[str, Any]:
-    """How many texts have transformers' best token everywhere, and the gaps in nats where the others leave it."""
-    gaps = [gap for gap in first_gaps(path, texts) if gap > 0]
-    return {"texts": len(texts), "agree": len(texts) - len(gaps), "gaps_at_the_first_difference": gaps}
+def agreement(texts: int, gaps: Sequence[float]) -> dict[str, Any]:
+    """How many texts are equal, and the gaps in nats where the others part."""
+    return {"texts": texts, "agree": texts - len(gaps), "gaps_at_the_first_difference": list(gaps)}
+
+
+def behind(lm: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
+    """How far the first other token is below ours, by our probabilities, in nats."""
+    at = next(index for index, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other)
+    every = lm.generate([*prompt, *ours[:at]], max_new_tokens=1, logprobs=lm.info.vocab_size).logprobs[0].top
+    return float(dict(every)[ours[at]] - dict(every)[theirs[at]])
 
 
 def first_gaps(path: Path, texts: Texts) -> Iterator[float]:
@@ -181,7 +188,8 @@ def main() -> None:
         path = locate(model)
         models[path.name], texts = measure(str(path), prompts, options)
         if options.transformers:
-            models[path.name]["transformers"] = agreement(path, texts)
+            gaps = [gap for gap in first_gaps(path, texts) if gap > 0]
+            models[path.name]["transformers"] = agreement(len(texts), gaps)
     result = {"sample": sample, "models": models}
     save(result, options)
     if options.page is not None:

@@ -51,12 +51,14 @@ def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
     runs, differing = model["runs"], model["differing"]
     equal = f"{runs - len(differing)} of {runs}"
     yield "runs with the tokens of plain decoding", equal + (f"; not {', '.join(differing)}" if differing else "")
-    if other := model.get("transformers"):
-        gaps = other["gaps_at_the_first_difference"]
-        far = f"; else its best token is ahead by at most {max(gaps):.3f} nats at the first difference" if gaps else ""
-        yield "texts of transformers in float32", f"{other['agree']} of {other['texts']}{far}"
-    if other := model.get("llama_cpp"):
-        yield "texts of llama.cpp on the same file", f"{other['agree']} of {other['texts']}"
+    for key, name, apart in (
+        ("transformers", "transformers in float32", "its best token is ahead by"),
+        ("llama_cpp", "llama.cpp on the same file", "its token is behind ours by"),
+    ):
+        if other := model.get(key):
+            gaps = other["gaps_at_the_first_difference"]
+            far = f"; else {apart} at most {max(gaps):.3f} nats at the first difference" if gaps else ""
+            yield f"texts of {name}", f"{other['agree']} of {other['texts']}{far}"
 
 
 def _speeds(tasks: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -112,8 +114,8 @@ a ratio compares neighbouring runs.
 - *Texts of transformers*: the file is decoded to float32 there. A text agrees if each of its tokens is the best one
   given those before it. specdec computes in the stated dtype, so near-ties may fall the other way; the largest gap is
   stated.
-- *Texts of llama.cpp*: plain greedy decoding of the same file. It rounds activations to 8 bits before a product with
-  quantised weights, so its texts part from ours sooner.
+- *Texts of llama.cpp*: plain greedy decoding of the same file. Both round activations to 8 bits before a product with
+  quantised weights; between products llama.cpp computes in float32, specdec in the stated dtype.
 
 To repeat it:
 
