@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from collections.abc import Callable
 
@@ -76,6 +78,8 @@ def build(config: RunConfig) -> LanguageModel:
     )
     for notice in notices:
         log.info("notice", text=notice)
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it: what loading has freed goes back
+        ctypes.CDLL(None).malloc_trim(0)
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
 
 

@@ -279,8 +279,9 @@ class Checkpoint:
         return self._files[file]
 
     def close(self) -> None:
-        """Close the files; loaded tensors stay valid."""
+        """Close the files and forget what was derived from them; loaded tensors stay valid."""
         self._files.clear()
+        self.derived.clear()
 
     def __enter__(self) -> Checkpoint:
         return self

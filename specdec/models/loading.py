@@ -146,6 +146,8 @@ def load_target(config: RunConfig) -> LoadedTarget:
     phase("target_built", kernels=target.info.kernels, mtp_layers=target.info.mtp_layers)
     _probe(target, notices)
     phase("parity_probed", parity=target.info.parity.value, reason=target.info.parity_reason)
+    for opened in (checkpoint, source):
+        opened.close()
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
 
 

@@ -5,12 +5,12 @@ llama.cpp's converter renames tensors and changes some of them; ``architectures.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -34,7 +34,9 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     reader = _Reader(file)
     config = reader.config()
-    return Checkpoint(path, config, generation_config(file), reader.tensors(config))
+    checkpoint = Checkpoint(path, config, generation_config(file), reader.tensors(config))
+    checkpoint.derived["read_gguf"] = file
+    return checkpoint
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -42,21 +44,23 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     return _Reader(read_gguf(path)).config()
 
 
+_parsed: WeakValueDictionary[tuple[Path, int, int], GgufFile] = WeakValueDictionary()  # by path, size and time
+
+
 def read_gguf(path: Path) -> GgufFile:
-    """Parse a file once as long as it does not change. Raises: CheckpointError."""
+    """Parse a file, unless it was parsed, has not changed and is still held, as by its checkpoint.
+
+    Raises: CheckpointError.
+    """
     try:
         status = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", file=path) from error
-    file = _parsed(path, status.st_size, status.st_mtime_ns)
-    if file.metadata.get("split.count", 1) != 1:
-        _parsed.cache_clear()  # its other parts may change
+    key = path, status.st_size, status.st_mtime_ns
+    file = _parsed.get(key)
+    if file is None or file.metadata.get("split.count", 1) != 1:  # other parts may have changed
+        file = _parsed[key] = GgufFile.open(path)
     return file
-
-
-@functools.lru_cache(1)
-def _parsed(path: Path, size: int, changed: int) -> GgufFile:
-    return GgufFile.open(path)
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
