@@ -142,7 +142,7 @@ class Chat:
     def _introduction(self) -> list[tuple[str, str]]:
         lm, info = self._lm, self._lm.info
         depth = "".join(f" {value}" for key, value in self._config.depth.options.items() if key == "depth")
-        runs = f"{info.family}, {info.dtype} on {info.device or info.backend}, {lm.capacity} tokens"
+        runs = f"{info.family}, computes in {info.dtype} on {info.device or info.backend}, {lm.capacity} tokens"
         return [
             ("model", f"{self._config.target.model}: {runs}"),
             ("drafter", f"{lm.drafter.spec.name}, {lm.depth.spec.name} depth{depth}"),

@@ -207,7 +207,8 @@ class ServerEngine:
                     raise self._error(f"the server's answer has more than {LARGEST:,} bytes")
                 return parse_json(content)
         except urllib.error.HTTPError as error:
-            raise self._error(f"the server answers {error.code} to {path}: {_reason(error)}") from None
+            key = "--api-key, or SPECDEC_API_KEY" if error.code == http.HTTPStatus.UNAUTHORIZED else None
+            raise self._error(f"the server answers {error.code} to {path}: {_reason(error)}", try_=key) from None
         except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             if isinstance(cause, TimeoutError):
@@ -217,12 +218,12 @@ class ServerEngine:
         except ValueError as error:  # of parse_json
             raise self._error(f"the server's answer to {path} is not JSON: {error}") from None
 
-    def _error(self, message: str) -> UnsupportedError:
-        return UnsupportedError(message, server=self._url)
+    def _error(self, message: str, **facts: Any) -> UnsupportedError:
+        return UnsupportedError(message, server=self._url, **facts)
 
     def _late(self) -> UnsupportedError:
         message = f"the server has not answered within {self._timeout:g} seconds"
-        return UnsupportedError(message, server=self._url, try_="--timeout")
+        return self._error(message, try_="--timeout")
 
 
 def _base(url: str) -> str:

@@ -226,7 +226,7 @@ def test_answers_go_to_stdout_and_everything_else_to_stderr(chat, demo):
     assert done.stdout == "".join(f"{answer}\n" for answer in answers)
     told = " ".join(done.stderr.split())
     for part in (
-        f"model demo: qwen3_5, {demo.info.dtype} on",
+        f"model demo: qwen3_5, computes in {demo.info.dtype} on",
         "drafter mtp, fixed depth",
         "output the tokens of plain decoding (exact, with bitwise parity)",
         "/help lists the commands",
