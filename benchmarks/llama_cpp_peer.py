@@ -6,8 +6,9 @@ It runs in a process and an environment of its own, which needs llama-cpp-python
 input is a request and gets a line of JSON. ``["decode", "Q8_0", 16]`` decodes 16 tokens one at a time after what was
 decoded before, and ``["prompt", "BF16", 512]`` runs a prompt in an empty context, with the shape of CONFIG, written
 into FOLDER; the answer is the seconds it took. ``["generate", "FILE.gguf", 16, [1, 2]]`` continues the prompt by the
-best 16 tokens, end tokens included; the answer has ``seconds`` without the prompt's, and ``tokens``. ``["logits",
-"FILE.gguf", 0, [1, 2], "FILE.npy"]`` writes the logits of the tokens, float32 ``[2, V]``.
+best 16 tokens, end tokens included; the answer has ``tokens``, ``seconds`` without the prompt's, and ``load_seconds``
+from loading to a first token. ``["logits", "FILE.gguf", 0, [1, 2], "FILE.npy"]`` writes the logits of the tokens,
+float32 ``[2, V]``.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ class Model:
     """A GGUF file with an open context."""
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
+        started = perf_counter()
         model = llama_cpp.llama_model_default_params()
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_threads, settings.n_threads_batch = context, threads, threads
@@ -134,6 +136,8 @@ class Model:
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._model or not self._context:
             raise SystemExit(f"llama.cpp did not load {path}")
+        self.feed([0])
+        self.load_seconds = perf_counter() - started
 
     def empty(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
@@ -145,7 +149,7 @@ class Model:
         for _ in range(count):
             token = int(self.logits(token).argmax())
             tokens.append(token)
-        return {"seconds": perf_counter() - started, "tokens": tokens}
+        return {"seconds": perf_counter() - started, "tokens": tokens, "load_seconds": self.load_seconds}
 
     def logits(self, token: int) -> Any:
         """Append a token; its logits, which the next one overwrites."""

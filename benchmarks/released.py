@@ -46,7 +46,10 @@ import sys, specdec
 from benchmarks.common import resident_bytes, seconds
 specdec.load("demo")  # libraries and kernels are not the model's memory
 before, kept = resident_bytes(), []
-print(seconds(lambda: kept.append(specdec.load(sys.argv[1], dtype=sys.argv[2]))), resident_bytes() - before)
+def load():
+    kept.append(specdec.load(sys.argv[1], dtype=sys.argv[2]))
+    kept[0].generate([1], max_new_tokens=1)
+print(seconds(load), resident_bytes() - before)
 """
 
 Texts = list[tuple[list[int], list[int]]]  # prompts, and what plain decoding answers
@@ -69,7 +72,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     theirs = llama_cpp(options.peer, CONTEXT) if options.peer else None
     tasks: dict[str, Any] = {}
     texts: Texts = []
-    runs, differing, gaps = 0, [], []
+    runs, differing, gaps, their_load = 0, [], [], 0.0
     for task, chosen in prompts.items():
         tallies, waits = {arm: Tally() for arm in (*arms, *["llama.cpp"] * bool(theirs))}, []
         for number, prompt in enumerate(chosen):
@@ -87,6 +90,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
                 answer = theirs.ask("generate", model, len(wanted), ids)
                 tallies["llama.cpp"].tokens += len(wanted)
                 tallies["llama.cpp"].seconds += answer["seconds"]
+                their_load = answer["load_seconds"]
                 if answer["tokens"] != wanted:
                     gaps.append(behind(lm, ids, wanted, answer["tokens"]))
         arms_told = {name: attrs.asdict(tally) for name, tally in tallies.items()}
@@ -98,11 +102,14 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     facts |= {"tokens": options.tokens, "draft_model": Path(draft).name if draft else None}
     facts |= {"load_seconds": load_seconds, "memory_over_file_size": memory / size, "tasks": tasks}
     facts |= {"runs": runs, "differing": differing, "chat": lm.tokenizer.has_chat_template}
-    return facts | ({"llama_cpp": agreement(len(texts), gaps)} if options.peer else {}), texts
+    if options.peer:
+        facts["llama_cpp"] = {**agreement(len(texts), gaps), "load_seconds": their_load}
+    return facts, texts
 
 
 def loading(model: str, dtype: str) -> tuple[float, float]:
-    """Seconds and bytes of a load in a process of its own, the second time: the first may measure costs."""
+    """Seconds to the first token and bytes of a load in a process of its own, the second time: the first may measure
+    costs."""
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", LOADING, model, dtype], check=True, stdout=subprocess.PIPE)
     seconds, added = map(float, done.stdout.split())

@@ -45,9 +45,10 @@ def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
         yield "draft model", model["draft_model"]
     yield "memory added by loading / file size", f"{model['memory_over_file_size']:.2f}"
     if times:
-        yield "load", f"{model['load_seconds']:.1f} s"
+        beside = f"; llama.cpp {model['llama_cpp']['load_seconds']:.1f} s" if "llama_cpp" in model else ""
+        yield "load to the first token, the second time", f"{model['load_seconds']:.1f} s{beside}"
         waits = [task["first_token_seconds"] for task in tasks.values()]
-        yield "time to the first token, medians by task", f"{min(waits):.2f} to {max(waits):.2f} s"
+        yield "time to the first token of a prompt, medians by task", f"{min(waits):.2f} to {max(waits):.2f} s"
     runs, differing = model["runs"], model["differing"]
     equal = f"{runs - len(differing)} of {runs}"
     yield "runs with the tokens of plain decoding", equal + (f"; not {', '.join(differing)}" if differing else "")
