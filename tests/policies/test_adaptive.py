@@ -243,12 +243,6 @@ def test_generations_side_by_side_do_not_disturb_each_other():
 # --- the contract -----------------------------------------------------------------------------------------------------
 
 
-@parametrize_checks(depth_policy=specdec_depth_policies()[0])
-@pytest.mark.slow
-def test_the_clauses_with_a_table(check):
-    check()
-
-
 @parametrize_checks(depth_policy=DepthPolicySubject(make=lambda: AdaptivePolicy(AdaptiveConfig())))
 @pytest.mark.slow
 def test_the_clauses_without_a_table(check):

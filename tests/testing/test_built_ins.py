@@ -120,7 +120,7 @@ BUILT_INS = {
         for mtp in (False, True)
     },
 }
-SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON") and "first_of" not in name]
+SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON", "margin") and "first_of" not in name]
 
 
 @pytest.fixture

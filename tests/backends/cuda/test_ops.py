@@ -4,7 +4,6 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.ops import CudaOps
@@ -13,7 +12,7 @@ from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
 from specdec.errors import ContractError, UnsupportedError
 from tests.backends.contract import CLAUSES, check_operations
-from tests.backends.logits import check_logits, exact_heads, refuses_arrays_of_another_backend, refuses_what_it_lacks
+from tests.backends.refusals import refuses_arrays_of_another_backend, refuses_what_it_lacks
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -151,13 +150,6 @@ def test_weights_that_are_projected_together_share_memory(make):
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=8)
-@given(case=exact_heads())
-def test_logits_full_and_pruned(make, case):
-    ops = make()
-    check_logits(ops, case[0].to(ops.device.place), case, 1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
