@@ -205,7 +205,7 @@ def test_the_areas_of_the_gate_are_those_of_the_tree():
     for prefixes, tests in areas["AREAS"]:
         assert all((ROOT / path).exists() for path in (*prefixes, *tests))
     assert all(areas["needed"](f"specdec/{room.name}/x.py") for room in (ROOT / "specdec").iterdir() if room.is_dir())
-    assert areas["selected"](["tests/decoding/test_state.py", "tests/conftest.py", "README.md"]) == ["tests"]
+    assert areas["selected"](["tests/decoding/test_batch.py", "tests/conftest.py", "README.md"]) == ["tests"]
     assert areas["selected"](["specdec/backends/metal/ops.py"]) == ["tests/backends/metal"]
 
 

@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 def _experts(draw: _Draw, hidden: int, inner: int, count: int, layout: str) -> Tensors:
     """Routed experts: "fused" as two 3-D tensors without ``.weight``, "apart" as three matrices each."""
-    each = [_under(f"experts.{e}.", {}) | _mlp(draw, hidden, inner) for e in range(count)]
+    each = [_mlp(draw, hidden, inner) for _ in range(count)]
     if layout == "apart":
         return {f"mlp.experts.{e}.{name[4:]}": tensor for e, mlp in enumerate(each) for name, tensor in mlp.items()}
     gate, up, down = (torch.stack([mlp[f"mlp.{name}_proj.weight"] for mlp in each]) for name in ("gate", "up", "down"))

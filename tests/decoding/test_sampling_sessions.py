@@ -141,7 +141,7 @@ def test_logprobs_are_those_of_the_row_that_decided_the_token(family, load, temp
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["token", "token beside a string", "string", "short string", "length"])
 @pytest.mark.parametrize("drafter", ["known", "mtp"])
-@pytest.mark.parametrize("offset", cases(range(14), sample={"0", "5", "6", "7", "13"}, mark="slow"))
+@pytest.mark.parametrize("offset", cases(range(14), sample={"0", "6", "13"}, mark="slow"))
 def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
     offset, drafter, kind, temperature, load, monkeypatch
 ):

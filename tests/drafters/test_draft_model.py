@@ -6,7 +6,7 @@ import pathlib
 import attrs
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
@@ -65,21 +65,6 @@ def made(base, folders):
 
 
 # --- the output is that of plain decoding ----------------------------------------------------------------------------
-
-
-@given(
-    kind=kinds,
-    prompt=st.lists(st.integers(0, 276), min_size=1, max_size=30),
-    depths=st.lists(st.integers(0, 8), min_size=1, max_size=5),
-    sampling=samplings,
-)
-def test_any_draft_model_at_any_depth_gives_the_tokens_of_plain_decoding(base, made, kind, prompt, depths, sampling):
-    wanted = base.generate(prompt, max_new_tokens=24, ignore_eos=True, **sampling)
-    got = made(kind, depths).generate(prompt, max_new_tokens=24, ignore_eos=True, **sampling)
-    assert got.tokens == wanted.tokens
-    assert not got.stats.inactive_reason or not any(depths)
-    assert not got.stats.faults
-    event(f"{kind}: accepted {'some' if any(got.stats.accepted) else 'none'}")
 
 
 @given(kind=kinds, story=st.lists(operations, min_size=2, max_size=8), depth=st.integers(1, 5), sampling=samplings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import threading
 
@@ -271,20 +270,14 @@ def choice(**changes):
     ("body", "message"),
     [
         ({"choices": []}, "one choice, got 0"),
-        ({}, "'choices' takes a list, got None"),
-        ([], "for the body"),
         (choice(lists={name: values * 17 for name, values in LISTS.items()}), "17 tokens, and at most 16"),
         (choice(text=None), "'text' takes text"),
         (choice(logprobs=None), "no log-probabilities"),
-        (choice(logprobs=3), "for the logprobs"),
         (choice(lists={"tokens": []}), "different lengths"),
         (choice(lists={"tokens": [], "token_logprobs": [], "top_logprobs": []}), "text and no log-probabilities"),
         (choice(lists={"top_logprobs": None}), "no log-probabilities of other tokens"),
         (choice(lists={"tokens": [3]}), "tokens as text"),
         (choice(lists={"token_logprobs": [0.5]}), "numbers up to 0, got 0.5"),
-        (choice(lists={"token_logprobs": [math.nan]}), "numbers up to 0, got nan"),
-        (choice(logprobs={"content": [{"token": "a", "logprob": -1, "top_logprobs": 4}]}), "'top_logprobs' takes"),
-        (choice(logprobs={"content": [7]}), "for the log-probability"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body, message):
@@ -299,12 +292,10 @@ def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body, message):
     ("reply", "message"),
     [
         ((500, "application/json", b'{"error": {"message": "out of memory"}}'), "answers 500 to /completions: 'out of"),
-        ((500, "text/html", b""), "answers 500 to /completions: 'Internal"),
         ((302, "text/html", b""), "answers 302"),
         ((401, "text/html", b""), "--api-key"),
         ((200, "text/event-stream", b"data: {}\n\n"), "the server streams"),
         ((200, "application/json", b'{"a": '), "is not JSON"),
-        ((200, "application/json", b"[" * 100_000), "is not JSON"),
     ],
 )
 def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply, message):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from tests import tiny
 from tests.backends import families
 from tests.backends.families import TRIED, VOCAB
 from tests.decoding.test_lossless import adversarial, mtp, ngram, oracle, partly_right, random
-from tests.decoding.test_state import poison
 from tests.selection import cases
 from tests.tiny_families import SHAPES
 
@@ -40,6 +40,17 @@ def dtype(kernels):
 @pytest.fixture(scope="module")
 def target(family, kernels, dtype, make_target):
     return make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **TRIED[family])
+
+
+def poison(state):
+    """NaN into everything that is not committed: stale and provisional rows, and the buffer that a pass fills."""
+    for cache in [*state.caches, *([state.mtp] if state.mtp is not None else [])]:
+        if hasattr(cache, "keys"):
+            end = state.pairs.fed if cache is state.mtp else cache.length
+            cache.keys[end:] = torch.nan
+            cache.values[end:] = torch.nan
+        else:
+            cache.after[:] = torch.nan
 
 
 @settings(max_examples=FEW)

@@ -227,10 +227,10 @@ ORACLES = {
     "deepseek_v3": ExtraLayerOracle,
 }
 CASES = [
-    (family, name)
+    pytest.param(family, name, marks=[pytest.mark.slow] * (number > 1))
     for family in FAMILIES
     if family in ORACLES
-    for name, shape in SHAPES[family].items()
+    for number, (name, shape) in enumerate(SHAPES[family].items())
     if shape.get("mtp", True)
 ]
 

@@ -1,26 +1,12 @@
 """Hidden states at layer boundaries only where they are asked for; ``test_transformers_parity.py`` compares them."""
 
 import pytest
-import torch
 
 import specdec
 from specdec.contract import DrafterSpec, MtpPairs, Needs
 from specdec.drafters.none import NoDrafter
 from specdec.errors import UnsupportedError
 from tests import tiny
-
-
-def test_the_last_row_of_a_prompt_is_enough_for_some(make_target):
-    target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"])
-    rows = []
-    for prompt_rows in ("all", "last"):
-        state = target.new_state(40, Needs(final_hidden=True, boundaries=(1,), prompt_rows=prompt_rows))
-        output = target.prefill(state, list(range(1, 31)))
-        assert output.rows == 30
-        rows.append([target.ops.array(hidden) for hidden in (output.hidden, output.boundaries[1])])
-        decoded = target.decode(state, [3, 4, 5])
-        assert len(decoded.hidden) == len(decoded.boundaries[1]) == 3
-    assert all(torch.equal(whole[-1:], last) for whole, last in zip(*rows, strict=True))
 
 
 def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypatch):

@@ -18,6 +18,7 @@ from specdec.errors import CheckpointError
 from specdec.models.loading import family_of
 from specdec.models.weights import dry_run
 from specdec.registry import registry
+from tests.selection import cases
 
 
 def qwen3_5(layers, hidden, heads, kv_heads, value_heads, *, tied, vocab=248320, **mlp):
@@ -136,7 +137,9 @@ def test_parameters_are_the_published_ones(name):
         assert family(name).mtp_layers == 1
 
 
-@pytest.mark.parametrize("name", ["Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "name", cases(["Qwen3.6-35B-A3B", "DeepSeek-V3", "Qwen3-Next-80B-A3B", "GLM-4.5-Air"], sample=2, mark="slow")
+)
 def test_all_layouts_hold_the_same_parameters(name):
     """Fused, one tensor per expert, and stacked as mlx-lm writes them; likewise MLA's absorbed projections."""
     plain = dry(name)
@@ -184,55 +187,36 @@ def test_deepseek_v3_has_the_published_yarn():
     ("name", "changes", "named"),
     [
         ("Qwen3-Next-80B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ("Qwen3-Next-80B-A3B", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("Qwen3-Next-80B-A3B", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("Qwen3-Next-80B-A3B", {"num_experts_per_tok": 600}, "num_experts_per_tok"),
-        ("Qwen3-Next-80B-A3B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func"),
-        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method"),
-        ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
         ("DeepSeek-V3", {"num_nextn_predict_layers": 9}, "num_nextn_predict_layers"),
         ("DeepSeek-V3", {"n_group": 7}, "n_group"),
-        ("DeepSeek-V3", {"topk_group": 9}, "topk_group"),
         ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),
         ("DeepSeek-V3", {"rope_scaling": CONFIGS["DEEPSEEK_V3"]["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
-        (
-            "GLM-4.5-Air",
-            {"rope_scaling": {"rope_type": "ntk", "factor": 2.0, "original_max_position_embeddings": 4096}},
-            "ntk",
-        ),
         (
             "GLM-4.5-Air",
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}},
             "attention_factor",
         ),
-        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
         ("Llama-3.1-8B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (
             "Llama-3.1-8B",
             {"rope_scaling": CONFIGS["LLAMA_3_1_8B"]["rope_scaling"] | {"low_freq_factor": 4.0}},
             "low_freq_factor",
         ),
-        ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
         ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 47}}, "short_factor"),
         ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope"}, "max_position_embeddings": None}, "short_factor"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
-        ("SmolLM3-3B", {"no_rope_layers": "none"}, "no_rope_layers"),
         ("gemma-3-270m", {"layer_types": ["sliding_attention"]}, "layer_types"),
-        ("gemma-3-270m", {"hidden_activation": "silu"}, "hidden_activation"),
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
         ("gpt-oss-20b", {"experts_per_token": 2}, "experts_per_token"),
         ("gpt-oss-20b", {"num_experts_per_tok": 33}, "num_experts_per_tok"),
         ("gpt-oss-20b", {"swiglu_limit": 0}, "swiglu_limit"),
-        ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act"),
         ("Ministral-3-3B", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
-        ("Ministral-3-3B", {"attention_bias": True}, "attention_bias"),
         ("Ministral-3-3B", {"layer_types": ["sliding_attention"] * 26}, "layer_types"),
-        ("Llama-3.1-8B", {"sliding_window": 4096}, "sliding_window"),
         ("GLM-4.5-Air", {"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
-        ("Llama-3.1-8B", {"use_qk_norm": True}, "use_qk_norm"),
         ("Qwen3.5-9B", {"use_qk_norm": False}, "use_qk_norm"),
-        ("Llama-3.1-8B", {"layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ("Llama-3.1-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             "DeepSeek-V3",

@@ -122,13 +122,13 @@ def test_logits_and_hidden_states_equal_transformers(family, name, kernels, make
 def test_every_way_of_feeding_gives_the_same_bits(family, name, kernels, make_target):
     """Blocks and single rows always; with native kernels also prefill; whatever boundaries are asked for. Catches sums
     that depend on the other rows of a pass, such as experts whose rows are added in another order."""
-    for dtype in {"torch": ["float32"], "native": ["float32", "bfloat16"]}[kernels]:
-        target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **FAMILIES[family][name])
-        layers, truth = target.info.layers, fed(target, FEEDS["token by token"])
-        feeds = {"blocks": (0, layers), "whole": (layers - 1,), "chunks": (layers, 1, 1)}
-        for how, boundaries in feeds.items() if kernels == "native" else [("blocks", (0, layers))]:
-            got = fed(target, FEEDS[how], boundaries)
-            assert list(got) == ["logits", "final", *(f"boundary {k}" for k in sorted(set(boundaries)))]
-            for what, rows in got.items():
-                same = (rows.view(np.int32) == truth[what].view(np.int32)).all(-1)
-                assert same.all(), f"{dtype}, {how}: other {what} from position {int(same.argmin())} on"
+    dtype = {"torch": "float32", "native": "bfloat16"}[kernels]
+    target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **FAMILIES[family][name])
+    layers, truth = target.info.layers, fed(target, FEEDS["token by token"])
+    feeds = {"blocks": (0, layers), "whole": (layers - 1,), "chunks": (layers, 1, 1)}
+    for how, boundaries in feeds.items() if kernels == "native" else [("blocks", (0, layers))]:
+        got = fed(target, FEEDS[how], boundaries)
+        assert list(got) == ["logits", "final", *(f"boundary {k}" for k in sorted(set(boundaries)))]
+        for what, rows in got.items():
+            same = (rows.view(np.int32) == truth[what].view(np.int32)).all(-1)
+            assert same.all(), f"{how}: other {what} from position {int(same.argmin())} on"

@@ -26,9 +26,7 @@ import specdec.drafters.mtp as mtp
 from specdec import sampling
 from specdec.backends.cpu import arrays, caches
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.contract import EMPTY_DRAFT, NO_NEEDS, Draft, MtpPairs, Sampling
-from specdec.models.family import DecoderConfig
-from specdec.registry import registry
+from specdec.contract import EMPTY_DRAFT, NO_NEEDS, MtpPairs, Sampling
 from specdec.sampling import Purpose, Rows
 from specdec.testing import OpsSubject, TableModel, as_subject, iter_checks, run_check
 from specdec.testing.table_model import Memory
@@ -142,20 +140,6 @@ def block_residual_is_the_target(patch):
     patch.setattr(rejection, "accept_block", wrong)
 
 
-@killed_by(token_rule_is_exact)
-def residual_is_the_target_without_the_token(patch):
-    def wrong(target_law, draft_laws, tokens, accepts):
-        for row, token in enumerate(tokens):
-            target = target_law(row)
-            if not accepts[row] * draft_laws[row][token] < target[token]:
-                rest = target.copy()
-                rest[token] = 0
-                return row, rest / rest.sum() if rest.sum() > 0 else target
-        return len(tokens), target_law(len(tokens))
-
-    patch.setattr(rejection, "accept_chain", wrong)
-
-
 @killed_by(token_rule_is_exact, acceptance_is_the_overlap)
 def ratio_upside_down(patch):
     """Accepting by q/p looks like a better drafter: the acceptance rate must be bounded from above too."""
@@ -168,40 +152,6 @@ def ratio_upside_down(patch):
         return len(tokens), target_law(len(tokens))
 
     patch.setattr(rejection, "accept_chain", wrong)
-
-
-@killed_by(token_rule_is_exact)
-def bonus_from_the_row_before(patch):
-    right = rejection.accept_chain
-
-    def wrong(target_law, draft_laws, tokens, accepts):
-        accepted, final = right(target_law, draft_laws, tokens, accepts)
-        return accepted, target_law(accepted - 1) if accepted == len(tokens) and accepted else final
-
-    patch.setattr(rejection, "accept_chain", wrong)
-
-
-@killed_by(token_rule_is_exact)
-def counting_past_the_first_rejection(patch):
-    right = rejection.accept_chain
-
-    def wrong(target_law, draft_laws, tokens, accepts):
-        passed = [
-            row for row, token in enumerate(tokens) if accepts[row] * draft_laws[row][token] < target_law(row)[token]
-        ]
-        if len(passed) == len(tokens):
-            return right(target_law, draft_laws, tokens, [0] * len(tokens))
-        return len(passed), rejection.residual(target_law(len(passed)), draft_laws[len(passed)])
-
-    patch.setattr(rejection, "accept_chain", wrong)
-
-
-@killed_by(token_rule_is_exact)
-def one_uniform_for_all_positions(patch):
-    right = rejection.accept_chain
-    patch.setattr(
-        rejection, "accept_chain", lambda target, draft, tokens, u: right(target, draft, tokens, list(u[:1]) * len(u))
-    )
 
 
 def _noise(change):
@@ -229,69 +179,12 @@ def draft_noise_is_acceptance_noise(patch):
 # --- the block rule --------------------------------------------------------------------------------------------------
 
 
-def _block(**changes):
-    stop, unscaled, unclipped, shared = (changes.get(name) for name in ("stop", "unscaled", "unclipped", "shared"))
-
-    def wrong(target_law, draft_laws, tokens, accepts):
-        accepts = list(accepts[:1]) * len(accepts) if shared else accepts
-        kept = 1
-        best, best_law, count = 0, None, len(tokens)
-        for row in range(count + 1):
-            target = target_law(row)
-            if row == count:
-                if row == 0 or accepts[row - 1] <= kept:
-                    return count, target
-                break
-            draft = draft_laws[row]
-            rest = np.maximum(kept * target - draft, 0)
-            spare = rest.sum()
-            if row == 0 or kept >= 1 or accepts[row - 1] <= spare / (spare + 1 - kept):
-                final = np.maximum(target - draft, 0) if unscaled else rest
-                best, best_law = row, final / final.sum() if final.sum() > 0 else target
-            elif stop:
-                break
-            ratio = kept * target[tokens[row]] / draft[tokens[row]]
-            kept = ratio if unclipped else min(1, ratio)
-        return best, best_law
-
-    return lambda patch: patch.setattr(rejection, "accept_block", wrong)
-
-
-MUTANTS += [
-    Mutant(f"block_{change}", block_rule_is_exact, _block(**{change: True}))
-    for change in ("stop", "unscaled", "unclipped", "shared")
-]
-
-
 @killed_by(block_rule_gains)
 def block_is_only_the_token_rule(patch):
     patch.setattr(rejection, "accept_block", rejection.accept_chain)
 
 
 # --- drafters --------------------------------------------------------------------------------------------------------
-
-
-@killed_by(clause("D10", _mtp))
-def greedy_draft_with_its_softmax(patch):
-    def wrong(logits, drafted, context):
-        rows = Rows(logits, drafted, context, first=len(drafted))
-        law = rows.distribution(len(drafted)).astype(np.float32)
-        return int(law.argmax()), law
-
-    patch.setattr(gate, "draft_token", wrong)
-
-
-@killed_by(clause("D9", _mtp))
-def pruned_law_not_renormalised(patch):
-    right = sampling.draft_token
-
-    def wrong(logits, drafted, context):
-        token, law = right(logits, drafted, context)
-        if law is not None:
-            law = np.where(law >= np.sort(law)[-3], law, 0).astype(np.float32)
-        return token, law
-
-    patch.setattr(gate, "draft_token", wrong)
 
 
 @killed_by(clause("D10", _mtp))
@@ -303,25 +196,6 @@ def drawn_token_dropped_when_improbable(patch):
         if draft.probs is not None and draft.probs[0][draft.tokens[0]] < 0.2:
             return EMPTY_DRAFT
         return draft
-
-    patch.setattr(mtp.MtpDrafter, "propose", wrong)
-
-
-@killed_by(clause("D10", _mtp))
-def draft_trimmed_by_the_drawn_tokens(patch):
-    right = mtp.MtpDrafter.propose
-
-    def wrong(self, context, depth):
-        draft = right(self, context, depth)
-        if draft.probs is None:
-            return draft
-        confidence, kept = 1.0, 0
-        for row, token in enumerate(draft.tokens):
-            confidence *= float(draft.probs[row][token])
-            if confidence < 0.1:
-                break
-            kept += 1
-        return Draft(draft.tokens[:kept], draft.probs[:kept])
 
     patch.setattr(mtp.MtpDrafter, "propose", wrong)
 
@@ -461,47 +335,6 @@ def state_slot_before_the_last_accepted(patch):
         right(self, rows)
 
     patch.setattr(caches.CpuDeltaCache, "commit", wrong)
-
-
-@killed_by(clause("O13", _ops))
-def convolution_window_from_flat_neighbours(patch):
-    right = caches.CpuDeltaCache.commit
-
-    def wrong(self, rows):
-        raw = self.raw
-        right(self, rows)
-        if rows and raw is not None:
-            self.window = raw[-(self.shape.kernel - 1) :].clone()
-
-    patch.setattr(caches.CpuDeltaCache, "commit", wrong)
-
-
-@killed_by(clause("O13", _ops))
-def rejected_keys_kept(patch):
-    right = caches.CpuKVCache.commit
-    patch.setattr(caches.CpuKVCache, "commit", lambda self, rows: right(self, rows + (rows == 2)))
-
-
-@killed_by(clause("F2", lambda: TableModel.random(5, tilt=0.5)))
-def rejected_rows_leave_a_trace(patch):
-    right = TableModel.commit
-
-    def wrong(self, state, rows):
-        points = state.provisional
-        right(self, state, rows)
-        if points is not None and len(points) > 8:
-            state.point = attrs.evolve(state.point, accumulator=points[-1].accumulator)
-
-    patch.setattr(TableModel, "commit", wrong)
-
-
-# --- model families --------------------------------------------------------------------------------------------------
-
-
-@killed_by(clause("M3", lambda: registry().model("glm4_moe")))
-def state_of_the_head_not_counted(patch):
-    right = DecoderConfig.state_bytes
-    patch.setattr(DecoderConfig, "state_bytes", lambda self, width, *, mtp=True: right(self, width, mtp=False))
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------

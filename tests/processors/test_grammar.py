@@ -218,16 +218,6 @@ HISTORIES = st.lists(st.tuples(st.integers(0, 40), SCRIPTS), min_size=1, max_siz
 
 
 @given(CONFIGS, MODELS, HISTORIES)
-def test_what_it_returns_depends_on_the_history_alone(config, target, histories):
-    processor, output = fresh(config), generate(target, config, temperature=1.0)
-    for length, script in histories:
-        history = [*output[:length], *(token for _, at, token in script if at < 3)]
-        assert allowed(processor, history) == allowed(fresh(config), history)
-        processor.legal(output[length:], Context([*PROMPT, *output[:length]]))
-        assert allowed(processor, output[:length]) == allowed(fresh(config), output[:length])
-
-
-@given(CONFIGS, MODELS, HISTORIES)
 def test_legal_ends_at_the_first_token_that_the_mask_forbids(config, target, histories):
     processor, output = fresh(config), generate(target, config, temperature=1.0)
     for length, script in histories:

@@ -120,7 +120,7 @@ BUILT_INS = {
         for mtp in (False, True)
     },
 }
-SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON") and "first_of" not in name]
+SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON", "margin") and "first_of" not in name]
 
 
 @pytest.fixture
@@ -147,14 +147,17 @@ def test_a_built_in_plugin_passes_a_sample(name, check):
     check(name, *BUILT_INS[name], effort="sample")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "effort"),
+    [(tiny.kernels_available()[-1], "sample")]
+    + [pytest.param(kernels, "quick", marks=pytest.mark.slow) for kernels in tiny.kernels_available()],
+)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
-@pytest.mark.parametrize("kernels", tiny.kernels_available())
-def test_causal_lm_over_random_weights(make_target, family, kernels, check):
+def test_causal_lm_over_random_weights(make_target, family, kernels, effort, check):
     """Attention, convolution, recurrence and the MTP head of a real family, over a random checkpoint."""
     target = make_target(family, kernels=kernels)
     subject = as_subject(Subject.FORWARD_PASS, target)
-    check(f"target {family}, {kernels}", Subject.FORWARD_PASS, subject)
+    check(f"target {family}, {kernels}", Subject.FORWARD_PASS, subject, effort=effort)
 
 
 def test_a_model_of_eight_positions_drafts_as_far_as_they_reach(make_target):

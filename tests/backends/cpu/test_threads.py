@@ -51,20 +51,6 @@ def test_more_threads_than_processors_are_said():
     assert f"is {given + 1}, and this process may use {given} processor" in said
 
 
-FORKED = """
-import os, sys
-import specdec
-lm = specdec.load(threads=3)
-tokens = lm.generate("def f(", max_new_tokens=24).tokens
-for _ in range(2):
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if lm.generate("def f(", max_new_tokens=24).tokens == tokens else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert lm.generate("def f(", max_new_tokens=24).tokens == tokens
-"""
-
-
 BUSY = """
 import os, threading, time
 import specdec
@@ -105,12 +91,6 @@ def test_a_process_may_fork_while_its_threads_generate():
 def test_the_default_device_of_the_program_does_not_matter():
     """Catches: memory for a kernel that was allocated on another device."""
     subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, timeout=300)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere torch does not survive a fork")
-def test_a_forked_process_has_a_team_of_its_own():
-    """Catches: a child that waits for threads of its parent."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=300)
 
 
 def test_target_threads_reaches_the_kernels(tmp_path):

@@ -213,14 +213,6 @@ def test_experts(form, shared, device):
     close(mixture.run(slice(3)), expected, (H + INNER + 100) * UNIT * magnitude)
 
 
-@pytest.mark.sample
-def test_bits_of_experts_do_not_depend_on_the_company(device):
-    mixture = Experts("dense", 16, device, shared=True)
-    whole = mixture.run(slice(16))
-    for part in ([0], [15], [3, 9], list(range(7)), list(range(15, 4, -1))):
-        assert torch.equal(mixture.run(part), whole[part]), f"rows {part} have other bits"
-
-
 @pytest.mark.parametrize(("form", "unused"), [("dense", ()), ("fp8 128x128", (0,)), ("nvfp4", (2, E - 1))])
 def test_experts_of_a_prompt(form, unused, device):
     """Rows that share an expert, slots of one row with the same expert, and experts that no row chose."""

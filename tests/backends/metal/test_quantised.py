@@ -112,29 +112,6 @@ def test_every_product_has_the_values_of_the_decoded_weight(tmp_path_factory, bi
     check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_experts_stay_packed(tmp_path, bits, dtype):
-    """Against the same block with its experts decoded."""
-    ops, rng, hidden, inner = MetalOps(getattr(mx, dtype)), np.random.default_rng(bits), 64, 32
-    shapes = {"gate": (5, inner, hidden), "up": (5, inner, hidden), "down": (5, hidden, inner)}
-    stacks = [Stack(tmp_path / name, shape, bits, 32, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())]
-    shared_gate = Stack(tmp_path / "shared", (1, 1, hidden), 8, 32, dtype, 9).matrices[0]
-    x, residual = (
-        from_host(torch.from_numpy(rng.standard_normal((7, hidden)).astype(np.float32)), ops.dtype) for _ in range(2)
-    )
-    chosen = (mx.array(rng.integers(0, 5, (7, 2)).astype(np.int32)), mx.array(rng.random((7, 2)).astype(np.float32)))
-    found = []
-    for wanted in (lambda one: one, lambda one: one.decode()):
-        experts = tuple(ops.stack([wanted(one) for one in stack.matrices]) for stack in stacks)
-        shared = tuple(ops.weight(wanted(stack.matrices[0])) for stack in stacks)
-        gate = ops.weight(wanted(shared_gate))
-        assert isinstance(experts[0], PackedMatrix) == (not found)
-        found.append(to_host(ops.moe(x, chosen, experts, residual, shared=shared, shared_gate=gate)))
-    close(found[0], found[1], dtype, 4.0)
-    assert np.abs(found[1] - to_host(residual)).max() > 0.3
-
-
 def test_a_size_without_a_product_is_decoded(tmp_path):
     stack = Stack(tmp_path, (2, 12, 48), 4, 16, "float32", 0)  # groups of 16, which MLX does not have
     ops = MetalOps(mx.float32)

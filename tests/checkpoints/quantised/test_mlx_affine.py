@@ -19,6 +19,7 @@ from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.quantisers import NAME, opened
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
+from tests.selection import cases
 
 PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
 SMALL = tiny.shape("hidden=64 heads=2 kv_heads=1 head_dim=32")
@@ -135,13 +136,16 @@ def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path, mode, label):
 # --- whole checkpoints -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [mlx_layout.four_bits, mlx_layout.plain], ids=["quantised", "plain"])
+SIZES = {"quantised": mlx_layout.four_bits, "plain": mlx_layout.plain}
+
+
+@pytest.mark.parametrize("kind", cases(SIZES, sample=1, mark="slow"))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path, family, sizes):
+def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path, family, kind):
     """Names, stacks of experts, turned convolutions, norms with the 1 in them, overrides by path: the same logits."""
-    mlx, twin = made(tmp_path, family, sizes=sizes)
+    mlx, twin = made(tmp_path, family, sizes=SIZES[kind])
     formats = {found.format for found in formats_of(Checkpoint.open(mlx)).values()}
-    if sizes is mlx_layout.plain:
+    if kind == "plain":
         assert formats == {"f32"}
     else:
         routed = family in ("qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3")
@@ -149,7 +153,10 @@ def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path, family, sizes
     assert_same_logits(mlx, twin)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe"])
+LENT = ["qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe"]
+
+
+@pytest.mark.parametrize("family", cases(LENT, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_the_original_checkpoint_lends_its_head(tmp_path, family):
     """The original's convolutions show that its norms are raw; a file with the head alone shows nothing."""
     mlx, twin = made(tmp_path, family)

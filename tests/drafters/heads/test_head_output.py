@@ -23,7 +23,7 @@ from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
 from tests.drafters.test_mtp_pruned import switched
-from tests.selection import examples
+from tests.selection import cases, examples
 from tests.verifiers.enumeration import distance, emitted, joint_of, random_laws, sampled_drafts
 
 SPECS = {spec.name: spec for spec in specdec_drafters()}
@@ -41,7 +41,7 @@ def made(kind, env):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+@pytest.mark.parametrize("family", cases(["qwen3_5", "qwen3"], sample=1, mark="slow"))
 def test_the_output_is_that_of_plain_decoding(kind, family, kernels, make_target):
     """Greedy and sampled, at any depths, over a real family's hidden states, with any head at any cycle."""
     target = make_target(family, kernels=kernels)

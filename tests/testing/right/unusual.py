@@ -28,13 +28,11 @@ from specdec import (
     Stats,
     Verdict,
     VerifierSpec,
-    hookimpl,
 )
 from specdec.contract import NO_NEEDS, DraftNoise
 from specdec.errors import UnsupportedError
 from specdec.testing import TableModel
 from specdec.testing.table_model import TableLogits
-from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.strict import StrictVerifier
 from tests.testing.broken.drafters import Honest
 
@@ -52,7 +50,7 @@ def correct(joint: str) -> Callable[[type[Any]], type[Any]]:
 
 
 def spec(kind: type[Any]) -> Any:
-    """The public spec of the plugin; of a target the target itself, of an observer the plugin object."""
+    """The public spec of the plugin; of a target the target itself."""
     name = f"unusual-{kind.__name__}"
     match CORRECT[kind]:
         case "drafter":
@@ -81,14 +79,6 @@ class Plain(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         return Draft((context[-1],) * depth)
-
-
-@correct("drafter")
-class NeverDrafts(Plain):
-    """Has no opinion, ever."""
-
-    def propose(self, context: Context, depth: int) -> Draft:
-        return Draft()
 
 
 @correct("drafter")
@@ -176,14 +166,6 @@ class AcceptsNothing(StrictVerifier):
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         verdict = super().verify(draft, logits, context)
         return Verdict(0, draft.tokens[0]) if verdict.accepted else verdict
-
-
-@correct("verifier")
-class NoMargin(MarginVerifier):
-    """Bounded, by nothing."""
-
-    def __init__(self, config: Any = None) -> None:
-        super().__init__(MarginConfig(margin=0.0))
 
 
 @correct("verifier")
@@ -342,17 +324,3 @@ class AllButOne(LogitsProcessor):
             if token != self.allowed([*history, *draft[:at]]):
                 return at
         return len(draft)
-
-
-# --- observers ------------------------------------------------------------------------------------------------------
-
-
-@correct("observer")
-class KeepsNothing:
-    """Counts and forgets."""
-
-    tokens = 0
-
-    @hookimpl
-    def specdec_cycle(self, record: CycleRecord) -> None:
-        self.tokens += len(record.emitted)

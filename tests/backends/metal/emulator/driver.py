@@ -72,29 +72,21 @@ _ERRORS = (
 
 
 class _Size(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32)]
+    _fields_ = [(axis, ctypes.c_uint32) for axis in "xyz"]
 
     def tuple(self) -> tuple[int, int, int]:
         return self.x, self.y, self.z
 
 
 class _Knobs(ctypes.Structure):
-    _fields_ = [
-        ("order", ctypes.c_uint32),
-        ("front", ctypes.c_uint32),
-        ("seconds", ctypes.c_uint32),
-        ("seed", ctypes.c_uint32),
-    ]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("order", "front", "seconds", "seed")]
 
 
 class _Buffer(ctypes.Structure):
     _fields_ = [
         ("host", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
-        ("item", ctypes.c_uint32),
-        ("written", ctypes.c_uint32),
-        ("poison", ctypes.c_uint32),
-        ("align", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("item", "written", "poison", "align")),
     ]
 
 
@@ -103,15 +95,9 @@ class _Report(ctypes.Structure):
         ("kind", ctypes.c_uint32),
         ("buffer", ctypes.c_int32),
         ("element", ctypes.c_int64),
-        ("threadgroup", _Size),
-        ("thread", _Size),
-        ("other_thread", _Size),
-        ("pc", ctypes.c_uint64),
-        ("other_pc", ctypes.c_uint64),
-        ("has_thread", ctypes.c_int32),
-        ("has_other", ctypes.c_int32),
-        ("line", ctypes.c_int32),
-        ("other_line", ctypes.c_int32),
+        *((name, _Size) for name in ("threadgroup", "thread", "other_thread")),
+        *((name, ctypes.c_uint64) for name in ("pc", "other_pc")),
+        *((name, ctypes.c_int32) for name in ("has_thread", "has_other", "line", "other_line")),
         ("what", ctypes.c_char * 512),
     ]
 
@@ -278,15 +264,9 @@ def _run(
     names = [p.name for p in exported.parameters if p.space is not None]
     buffers = (_Buffer * len(arguments))(
         *(
-            _Buffer(
-                a.ctypes.data,
-                a.nbytes,
-                a.itemsize,
-                name in outputs,
-                0xFF if name in floats else _INT_POISON,
-                a.itemsize,
-            )
+            _Buffer(a.ctypes.data, a.nbytes, a.itemsize, name in outputs, poison, a.itemsize)
             for name, a in zip(names, arguments, strict=True)
+            for poison in (0xFF if name in floats else _INT_POISON,)
         )
     )
     grid = launch.grid
@@ -365,15 +345,7 @@ def _runtime() -> ctypes.CDLL:
     text = (_HERE / "runtime.cpp").read_text()
     path = _build("runtime", text, ())
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    library.emu_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    ]
+    library.emu_run.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int, *[ctypes.c_void_p] * 4]
     library.emu_run.restype = ctypes.c_int
     return library
 
