@@ -29,7 +29,7 @@ from specdec.serving.sessions import Sessions, keeps_texts
 
 log = get_logger(__name__)
 
-PIECE_SECONDS = 0.04
+PIECE_SECONDS = 0.01
 """Text waits this long for more, at most, before it is sent: waking the event loop for every cycle of a small model
 would cost more than the cycle. A cycle that takes longer sends its text at once."""
 RETRY_SECONDS = 60  # the longest advice of Retry-After
