@@ -22,6 +22,7 @@ from specdec.decoding.stream import Stream
 from specdec.drafters.prediction import Answers, RepeatedAnswer
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.logs import get_logger
+from specdec.records.machine import memory
 from specdec.serving.metrics import Metrics
 from specdec.serving.refusal import Refusal
 from specdec.serving.requests import Prepared
@@ -33,6 +34,7 @@ PIECE_SECONDS = 0.01
 """Text waits this long for more, at most, before it is sent: waking the event loop for every cycle of a small model
 would cost more than the cycle. A cycle that takes longer sends its text at once."""
 RETRY_SECONDS = 60  # the longest advice of Retry-After
+MEMORY_SHARE = 0.9  # of the available memory, for what the running states still grow by
 
 
 @attrs.frozen
@@ -134,6 +136,13 @@ class _Generation:
             self.stream.on_cycle = self._cycles.append
         turn.runs(self.stream)
 
+    @property
+    def growth(self) -> float:
+        """Bytes that the state may still take, by the tokens that are to come."""
+        state = self.session.sequence.state
+        tokens = min(self.prompt + self.stream.settings.max_new_tokens, state.capacity)
+        return state.nbytes() / state.capacity * (tokens - state.length)
+
     def add(self, text: str) -> None:
         """Take a text, and send what there is if it is time."""
         now = perf_counter()
@@ -179,6 +188,7 @@ class Engine:
         self._metrics = metrics
         self._most_waiting, self._parallel = most_waiting, parallel
         self._sessions = Sessions(lm, kept_bytes)
+        self._in_main_memory = lm.room is None  # states, whose memory is then taken as tokens come
         self._turns: set[Turn] = set()  # that hold a place
         self._running: dict[Stream, _Generation] = {}
         self._batch = Batch()
@@ -196,16 +206,14 @@ class Engine:
         self._check_open()
         if len(self._turns) >= self._most_waiting + self._parallel:
             self._metrics.refused.inc()
-            seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
-            raise Refusal(
-                429,
-                f"the queue is full: {self._most_waiting} requests wait",
-                code="queue_full",
-                headers={"retry-after": str(seconds)},
-            )
+            raise self._overloaded(f"the queue is full: {self._most_waiting} requests wait", "queue_full")
         turn = Turn(self, streamed=streamed, cycles=cycles)
         self._turns.add(turn)
         return turn
+
+    def _overloaded(self, why: str, code: str) -> Refusal:
+        seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
+        return Refusal(429, why, code=code, headers={"retry-after": str(seconds)})
 
     def start(self, turn: Turn, prepared: Prepared) -> None:
         """Put a turn at the end of the queue, unless its client has gone. Raises: Refusal during a shutdown."""
@@ -270,6 +278,12 @@ class Engine:
                 continue
             try:
                 generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt), self._answers)
+                growth = sum(running.growth for running in (*self._running.values(), generation))
+                if self._in_main_memory and growth > MEMORY_SHARE * memory()[1]:
+                    raise self._overloaded("there is no memory for the tokens of another request", "no_memory")
+            except Refusal as refusal:
+                self.forget(turn)
+                turn.send(refusal)
             except BaseException as error:  # noqa: BLE001 - a bug; the server goes on
                 self._failed(turn, error)
             else:
