@@ -31,8 +31,8 @@ from specdec.serving.sessions import Sessions, keeps_texts
 log = get_logger(__name__)
 
 PIECE_SECONDS = 0.01
-"""Text waits this long for more, at most, before it is sent: waking the event loop for every cycle of a small model
-would cost more than the cycle. A cycle that takes longer sends its text at once."""
+"""Text waits for more that is likely to come within this time after the last piece: waking the event loop for every
+cycle of a small model would cost more than the cycle."""
 RETRY_SECONDS = 60  # the longest advice of Retry-After
 MEMORY_SHARE = 0.9  # of the available memory, for what the running states still grow by
 
@@ -130,7 +130,7 @@ class _Generation:
         self.first: float | None = None  # when its first text came
         self._cycles: list[CycleRecord] = []
         self._texts: list[str] = []
-        self._sent = 0.0
+        self._sent = self._came = 0.0  # the last piece and the last text
         self._reported = 0  # tokens whose log-probabilities are sent
         if turn.cycles:
             self.stream.on_cycle = self._cycles.append
@@ -148,7 +148,8 @@ class _Generation:
         now = perf_counter()
         self.first = self.first or now
         self._texts.append(text)
-        if self.turn.streamed and now - self._sent >= PIECE_SECONDS and not self.turn.gone:
+        expected, self._came = 2 * now - self._came, now  # the next text
+        if self.turn.streamed and expected - self._sent >= PIECE_SECONDS and not self.turn.gone:
             self.send_piece()
             self._sent = now
 

@@ -1,7 +1,5 @@
-"""The states that a server holds: of running requests, while they fit memory; of earlier ones, within their bounds and
-only where a kept state changes no output."""
+"""What a server keeps of earlier requests: within its bounds, and only where a kept state changes no output."""
 
-import asyncio
 import types
 
 import pytest
@@ -10,11 +8,9 @@ from serving import serving
 from specdec.contract import Guarantee, Parity
 from specdec.drafters.prediction import Answers
 from specdec.errors import ConfigError
-from specdec.serving import engine, sessions
+from specdec.serving import sessions
 from specdec.serving.engine import Engine
 from specdec.serving.metrics import Metrics
-from specdec.serving.refusal import Refusal
-from specdec.serving.requests import CompletionRequest, Limits, parsed, prepared
 from specdec.serving.sessions import Sessions
 from tests.selection import cases
 
@@ -102,30 +98,3 @@ def test_an_equal_request_is_drafted_from_the_first_ones_answer_if_asked_for(tok
     assert first["specdec"]["cycles"] == 48
     assert (again["specdec"]["cycles"] < 24) == (tokens > 0)
     assert again["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0  # it brought none
-
-
-def test_a_request_is_refused_while_its_tokens_do_not_fit_memory(lm, monkeypatch):
-    state = lm.session().sequence.state
-    ready = prepared(parsed(CompletionRequest, {"prompt": [1, 2, 3], "max_tokens": 5}), lm, Limits())
-    least = 8 * state.nbytes() / state.capacity / engine.MEMORY_SHARE
-
-    async def ask():
-        made = Engine(lm, Metrics(), most_waiting=0, parallel=1, kept_bytes=0)
-        for available in (0.9 * least, 1.1 * least):
-            monkeypatch.setattr(engine, "memory", lambda available=available: (0, available))
-            with made.turn(streamed=False) as turn:
-                made.start(turn, ready)
-                yield await turn.next() if available > least else await refused(turn)
-
-    async def refused(turn):
-        with pytest.raises(Refusal) as caught:
-            await turn.next()
-        return caught.value
-
-    async def both():
-        return [answer async for answer in ask()]
-
-    refusal, piece = asyncio.run(both())
-    assert (refusal.status, refusal.code) == (429, "no_memory")
-    assert int(refusal.headers["retry-after"]) >= 1
-    assert piece.text
