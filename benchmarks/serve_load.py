@@ -1,7 +1,7 @@
 """Load `specdec serve`: what it adds to a token's time, hours of use in minutes, and llama.cpp's server beside it.
 
     python -m benchmarks.serve_load overhead [--tokens 1024] [--repeats 51]
-    python -m benchmarks.serve_load load [--minutes 10] [--clients 4]
+    python -m benchmarks.serve_load load [--model demo] [--minutes 10] [--clients 8]
     python -m benchmarks.serve_load peer --model FILE.gguf --llama-server PATH [--sizes 1 4 8] [--tokens 128]
 
 ``overhead`` compares a generation in this process with the same one streamed by a server, in turns: wall-clock time
@@ -9,8 +9,9 @@ from the request to the last byte, and the processor time of this process or of 
 processor time spreads less. A request of one token gives what is paid once, the rest is paid per token.
 
 ``load`` sends generations, cancellations and malformed bodies from several clients at once, compares every text with
-that of a generation alone, and watches the server's memory and queue. Its exit status is 1 if a text is wrong, a
-malformed body is not refused, memory grows by more than 2 % after the first minute, or the server ends.
+that of plain decoding alone, and watches the server's memory, queue, threads and open files. Its exit status is 1 if a
+text is wrong, a malformed body is not refused, memory grows by more than 2 % after the first minute, threads or files
+are left behind, or the server ends.
 
 ``peer`` lets 1, 4 and 8 clients ask both servers, in turns, for the prompts of ``tasks.jsonl``, with as many places in
 each server as clients. Its exit status is 1 if a text of ours depends on the number of clients.
@@ -36,6 +37,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
+import psutil
 
 import specdec
 from benchmarks.common import (
@@ -90,6 +92,12 @@ def cpu_seconds(pid: int) -> float:
     """Processor time of all threads of a process, in the system's steps (10 ms)."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def threads_and_files(pid: int) -> int:
+    """Threads and open files of a process, connections included."""
+    process = psutil.Process(pid)
+    return process.num_threads() + process.num_fds()
 
 
 def post(host: str, body: bytes) -> tuple[int, bytes]:
@@ -208,49 +216,59 @@ class Client(threading.Thread):
         self.counts["malformed"] += 1
 
 
-def load(minutes: float, clients: int) -> dict[str, Any]:
-    """Counts of all clients, and the server's memory by time."""
-    lm = specdec.load(depth=3)
+def load(model: str, minutes: float, clients: int) -> dict[str, Any]:
+    """Counts of all clients, and what the server held by time."""
+    lm = specdec.load(model)
     expected = {
         (question, temperature, seed, tokens): lm.generate(
             messages=[{"role": "user", "content": QUESTIONS[question]}],
             temperature=temperature,
             seed=seed,
             max_new_tokens=tokens,
+            depth=0,
         ).text
         for question in range(len(QUESTIONS))
         for temperature, seed in ((0.0, 0), (0.8, 5), (1.0, 6))
         for tokens in (16, 200)
     }
     del lm
-    with server("-s", "depth.depth=3", "--queue", str(clients)) as (host, process):
+    with server(model, "--queue", str(clients)) as (host, process):
         started = time.monotonic()
         team = [Client(host, number, expected, started + minutes * 60) for number in range(clients)]
         for client in team:
             client.start()
         memory: list[tuple[float, int]] = []
+        handles: list[int] = []
         waiting = 0.0
         while any(client.is_alive() for client in team):
             time.sleep(1.0)
             memory.append((time.monotonic() - started, resident(process.pid)))
+            handles.append(threads_and_files(process.pid))
             waiting = max(waiting, *counters(host, WAITING).values())
         for client in team:
             client.join()
         alive = process.poll() is None
         time.sleep(1.0)
         left = counters(host, WAITING)[WAITING]
+        handles_left = threads_and_files(process.pid) - max(handles[: 1 + len(handles) // 5])
     wrong = [text for client in team for text in client.wrong]
     memory_told = memory_growth(memory, minutes)
     return {
+        "model": pathlib.Path(model).name,
         "minutes": minutes,
         "clients": clients,
         "requests": {name: sum(client.counts[name] for client in team) for name in team[0].counts},
         "wrong": wrong,
         "longest_queue": waiting,
         "waiting_at_the_end": left,
+        "threads_and_files_left": max(0, handles_left),
         "alive": alive,
         **memory_told,
-        "passed": alive and not (wrong or left) and waiting <= clients and memory_told["memory_growth"] < 0.02,
+        "passed": alive
+        and not (wrong or left)
+        and handles_left <= 0
+        and waiting <= clients
+        and memory_told["memory_growth"] < 0.02,
     }
 
 
@@ -328,15 +346,15 @@ def peer(model: str, program: str, sizes: Sequence[int], tokens: int) -> dict[st
 
 
 def main() -> None:
-    defaults = {"tokens": 0, "repeats": 51, "minutes": 10.0, "clients": 4, "sizes": [1, 4, 8]}
-    options = arguments(__doc__, ("overhead", "load", "peer"), **defaults, model="", llama_server="")
+    defaults = {"tokens": 0, "repeats": 51, "minutes": 10.0, "clients": 8, "sizes": [1, 4, 8]}
+    options = arguments(__doc__, ("overhead", "load", "peer"), **defaults, model="demo", llama_server="")
     if options.what == "overhead":
         result, passed = overhead(options.tokens or 1024, options.repeats), True
     elif options.what == "peer":
         result = peer(options.model, options.llama_server, options.sizes, options.tokens or 128)
         passed = result["equal"]
     else:
-        result = load(options.minutes, options.clients)
+        result = load(options.model, options.minutes, options.clients)
         passed = result["passed"]
     save(result, options)
     sys.exit(0 if passed else 1)

@@ -22,6 +22,7 @@ from specdec.decoding.stream import Stream
 from specdec.drafters.prediction import Answers, RepeatedAnswer
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.logs import get_logger
+from specdec.records.machine import memory
 from specdec.serving.metrics import Metrics
 from specdec.serving.refusal import Refusal
 from specdec.serving.requests import Prepared
@@ -29,10 +30,11 @@ from specdec.serving.sessions import Sessions, keeps_texts
 
 log = get_logger(__name__)
 
-PIECE_SECONDS = 0.04
-"""Text waits this long for more, at most, before it is sent: waking the event loop for every cycle of a small model
-would cost more than the cycle. A cycle that takes longer sends its text at once."""
+PIECE_SECONDS = 0.01
+"""Text waits for more that is likely to come within this time after the last piece: waking the event loop for every
+cycle of a small model would cost more than the cycle."""
 RETRY_SECONDS = 60  # the longest advice of Retry-After
+MEMORY_SHARE = 0.9  # of the available memory, for what the running states still grow by
 
 
 @attrs.frozen
@@ -128,18 +130,26 @@ class _Generation:
         self.first: float | None = None  # when its first text came
         self._cycles: list[CycleRecord] = []
         self._texts: list[str] = []
-        self._sent = 0.0
+        self._sent = self._came = 0.0  # the last piece and the last text
         self._reported = 0  # tokens whose log-probabilities are sent
         if turn.cycles:
             self.stream.on_cycle = self._cycles.append
         turn.runs(self.stream)
+
+    @property
+    def growth(self) -> float:
+        """Bytes that the state may still take, by the tokens that are to come."""
+        state = self.session.sequence.state
+        tokens = min(self.prompt + self.stream.settings.max_new_tokens, state.capacity)
+        return state.nbytes() / state.capacity * (tokens - state.length)
 
     def add(self, text: str) -> None:
         """Take a text, and send what there is if it is time."""
         now = perf_counter()
         self.first = self.first or now
         self._texts.append(text)
-        if self.turn.streamed and now - self._sent >= PIECE_SECONDS and not self.turn.gone:
+        expected, self._came = 2 * now - self._came, now  # the next text
+        if self.turn.streamed and expected - self._sent >= PIECE_SECONDS and not self.turn.gone:
             self.send_piece()
             self._sent = now
 
@@ -179,6 +189,7 @@ class Engine:
         self._metrics = metrics
         self._most_waiting, self._parallel = most_waiting, parallel
         self._sessions = Sessions(lm, kept_bytes)
+        self._in_main_memory = lm.room is None  # states, whose memory is then taken as tokens come
         self._turns: set[Turn] = set()  # that hold a place
         self._running: dict[Stream, _Generation] = {}
         self._batch = Batch()
@@ -196,16 +207,14 @@ class Engine:
         self._check_open()
         if len(self._turns) >= self._most_waiting + self._parallel:
             self._metrics.refused.inc()
-            seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
-            raise Refusal(
-                429,
-                f"the queue is full: {self._most_waiting} requests wait",
-                code="queue_full",
-                headers={"retry-after": str(seconds)},
-            )
+            raise self._overloaded(f"the queue is full: {self._most_waiting} requests wait", "queue_full")
         turn = Turn(self, streamed=streamed, cycles=cycles)
         self._turns.add(turn)
         return turn
+
+    def _overloaded(self, why: str, code: str) -> Refusal:
+        seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
+        return Refusal(429, why, code=code, headers={"retry-after": str(seconds)})
 
     def start(self, turn: Turn, prepared: Prepared) -> None:
         """Put a turn at the end of the queue, unless its client has gone. Raises: Refusal during a shutdown."""
@@ -270,6 +279,12 @@ class Engine:
                 continue
             try:
                 generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt), self._answers)
+                growth = sum(running.growth for running in (*self._running.values(), generation))
+                if self._in_main_memory and growth > MEMORY_SHARE * memory()[1]:
+                    raise self._overloaded("there is no memory for the tokens of another request", "no_memory")
+            except Refusal as refusal:
+                self.forget(turn)
+                turn.send(refusal)
             except BaseException as error:  # noqa: BLE001 - a bug; the server goes on
                 self._failed(turn, error)
             else:

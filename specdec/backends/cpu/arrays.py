@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from specdec.backends.arrays import ArrayHidden, HostLogits
@@ -21,7 +22,10 @@ class CpuHidden(ArrayHidden):
 
     @staticmethod
     def concatenate(arrays: list[Any]) -> Any:
-        return torch.cat(arrays)
+        first = arrays[0]  # torch.cat would start threads of its own beside the kernels' beyond 32,768 elements
+        joined = torch.empty(sum(map(len, arrays)), *first.shape[1:], dtype=first.dtype, device=CPU)
+        np.concatenate([_bytes(array) for array in arrays], out=_bytes(joined))
+        return joined
 
     def rows(self) -> Float32:
         rows: Float32 = self.array.float().numpy()
@@ -36,3 +40,8 @@ class CpuLogits(HostLogits):
     def rows(self) -> Float32:
         rows: Float32 = self.array.numpy()
         return rows
+
+
+def _bytes(array: torch.Tensor) -> Any:
+    """The same memory for numpy, which has no bfloat16."""
+    return array.contiguous().view(torch.uint8).numpy()
