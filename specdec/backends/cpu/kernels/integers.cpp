@@ -243,22 +243,24 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
     const Layout layout(w);
     const int64_t group = w.group, cell = std::gcd(group, QUANTUM), cells = group / cell;
     const float unit = 2 * w.numbers.unit, centre = centre_of(w);
+    const bool has_inner = w.offsets == INNER || centre != 0;
     for (int64_t first = 0; first < FEATURES; first += V * W) {
         vf total[M * V];
 #pragma GCC unroll 64
         for (int i = 0; i < M * V; ++i) total[i] = load(out + i / V * out_stride + first + i % V * W);
         for (int64_t g = begin; g < end; ++g) {
             const Group parts = layout.at(panel, g);
+            if (from_memory) layout.prefetch_head(parts);
             vf scale[V], outer[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
-                const vf whole = load_side<0>(layout, parts, first + v * W) * splat(w.factor);
-                scale[v] = whole * splat(unit);
+                const vf given = load_side<0>(layout, parts, first + v * W);
+                scale[v] = given * splat(w.factor * unit);  // `unit` is a power of two
                 if constexpr (!OFFSET) continue;
                 vf inner = splat(centre);
                 outer[v] = vf{};
                 if (w.offsets) (w.offsets == INNER ? inner : outer[v]) += load_side<1>(layout, parts, first + v * W);
-                outer[v] = fma(whole, inner, outer[v]);
+                if (has_inner) outer[v] = fma(given * splat(w.factor), inner, outer[v]);
             }
             const char* p = parts.codes + first * WORD;
             const int8_t* from = x.x + g * group;
@@ -272,7 +274,7 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
                     if (from_memory)
 #pragma GCC unroll 8
                         for (int64_t word = 0; word < C::STEP; word += FEATURES * WORD)
-                            prefetch_codes<V * W * WORD>(p + word);
+                            prefetch_later<V * W * WORD>(p + word);
 #pragma GCC unroll 8
                     for (int quad = 0; quad < C::QUADS; ++quad, from += 4) {
                         typename D::Weights weights[V];

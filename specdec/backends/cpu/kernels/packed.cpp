@@ -330,6 +330,7 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
     const bool offset = w.needs_sums();
     for (int64_t g = 0; g < groups.count; ++g) {
         const Group at = layout.at(groups.panel, groups.first + g);
+        if (from_memory) layout.prefetch_head(at);
         const char* stream = groups.opened ? groups.opened + g * w.group * FEATURES * 2 : at.codes;
         const int64_t end = std::min((g + 1) * w.group, groups.columns);
         for (int64_t first = 0; first < FEATURES; first += V * W) {
@@ -340,7 +341,7 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
             for (int64_t k = g * w.group; k < end; k += 2 * PAIRS, p += C::STEP) {
                 if (from_memory)
 #pragma GCC unroll 8
-                    for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_codes<V * W * WORD>(p + word);
+                    for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_later<V * W * WORD>(p + word);
 #pragma GCC unroll 16
                 for (int pair = 0; pair < PAIRS; ++pair) {
                     decltype(own.open(p, pair)) weight[V];
@@ -449,7 +450,7 @@ void panel_against(const Packed& w, const C& codes, const Meaning& meaning, cons
             for (int64_t k = 0; k < columns; k += 2 * C::PAIRS, p += C::STEP, to += C::PAIRS * ONE_WORD)
                 for (int64_t f = 0; f < FEATURES; f += W) {
 #pragma GCC unroll 8
-                    for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_codes<W * WORD>(p + f * WORD + word);
+                    for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_later<W * WORD>(p + f * WORD + word);
 #pragma GCC unroll 16
                     for (int pair = 0; pair < C::PAIRS; ++pair) {
                         const vu opened = paired(codes.open(p + f * WORD, pair));

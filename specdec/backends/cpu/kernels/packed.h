@@ -149,6 +149,17 @@ template <>
 void packed_products(const Packed& w, const Activations<int8_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride);
 
+// Prefetches BYTES of those that are read after the ones at p: near ones into L1, and into L2 those that take longer to
+// come from memory than L1 has room for. Called for all bytes of a panel, so that no line is missed at either distance.
+template <int64_t BYTES> INLINE void prefetch_later(const char* p) {
+    constexpr int64_t NEAR = 4096, FAR = 16384;
+#pragma GCC unroll 8
+    for (int64_t line = 0; line < BYTES; line += 64) {
+        __builtin_prefetch(p + NEAR + line);
+        __builtin_prefetch(p + FAR + line, 0, 2);
+    }
+}
+
 // Where the parts of a group are: copied before a loop, as stores keep the compiler from holding a Packed in registers.
 struct Group {
     const char *units, *side, *codes;
@@ -164,18 +175,12 @@ struct Layout {
         const char* first = panel + (g >> shift) * block;
         return {first, first + units + in * side, first + units + (side << shift) + in * codes};
     }
-};
-
-// Prefetches BYTES of the codes that are read after those at p: near ones into L1, and into L2 those that take longer to
-// come from memory than L1 has room for.
-template <int64_t BYTES> INLINE void prefetch_codes(const char* p) {
-    constexpr int64_t NEAR = 4096, FAR = 16384;
-#pragma GCC unroll 8
-    for (int64_t line = 0; line < BYTES; line += 64) {
-        __builtin_prefetch(p + NEAR + line);
-        __builtin_prefetch(p + FAR + line, 0, 2);
+    // With the first group of a block: prefetches as many bytes as there are before its codes.
+    INLINE void prefetch_head(const Group& at) const {
+        if (at.side == at.units + units)
+            for (const char* p = at.units; p < at.codes; p += 64) prefetch_later<64>(p);
     }
-}
+};
 
 // W bytes as signed numbers. GCC turns a conversion of vectors into many more instructions.
 INLINE vi wide_bytes(const char* p) {
