@@ -657,14 +657,13 @@ INLINE uint32_t side_bits(const Packed& w, float value) {
     return (bits >> 16 & 0x8000) | (load_as<uint32_t>(&low) >> 13 & 0x7fff);
 }
 
-// Eight codes as bytes, the two halves of which become nibbles of HIGH bits (four: of their low bits) in each byte of a
-// word: columns 0 2, 4 6, 1 3, 5 7.
+// A word of eight codes below 1 << bits, which are given as bytes: columns 0 and 2, 4 and 6, 1 and 3, 5 and 7 share one.
 INLINE uint32_t in_a_word(uint64_t eight, int64_t bits) {
     const uint64_t pairs = eight | eight >> (16 - bits);
     return (uint32_t)((pairs & 0xff) | (pairs >> 24 & 0xff00) | (pairs << 8 & 0xff0000) | (pairs >> 16 & 0xff000000));
 }
 
-// Writes N times eight codes of one feature, the words of which are ONE_WORD apart. Returns where the next ones go.
+// Writes 8 N codes of one feature, the words of which are ONE_WORD apart. Returns where the next ones go.
 template <int BITS, int N> INLINE char* put_eights(const uint8_t* codes, char* to) {
     constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, WORDS = HIGH ? 4 / HIGH : N;  // of low bits; one of high bits follows
     const auto put = [&](uint32_t word) {
