@@ -8,11 +8,11 @@ import torch
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
-from specdec.checkpoints import StoredWeights
+from specdec.checkpoints.quantised import fp4, fp8
+from specdec.checkpoints.quantised.stored import StoredMatrix
 from specdec.errors import ContractError, UnsupportedError
 from tests.backends.contract import CLAUSES, check_operations
 from tests.backends.refusals import refuses_arrays_of_another_backend, refuses_what_it_lacks
-from tests.checkpoints.quantised import quantisers
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -53,18 +53,42 @@ def test_the_whole_contract_of_operations(make, size, dtype):
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-FORMS = {"fp8-block": lambda w: quantisers.fp8_block(w, (16, 32)), "nvfp4": quantisers.nvfp4}
+def stored(form, n, k, seed, block=(16, 32)):
+    """A quantised matrix as a checkpoint has it."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (n, k if form == "fp8-block" else k // 2), generator=draw, dtype=torch.uint8)
+    if form == "fp8-block":
+        codes[(codes & 127) == 127] = 0  # NaN
+        scale = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=draw) / 100
+        meta = {"block_rows": block[0], "block_columns": block[1], "group": block[1], "bits": 8}
+        return StoredMatrix(
+            format=form,
+            shape=(n, k),
+            parts={"codes": codes, "scale": scale},
+            meta=meta,
+            dtype=torch.float32,
+            values=fp8.numbers(torch.arange(256, dtype=torch.uint8)),
+            numbers=fp8.numbers,
+        )
+    scale = (torch.rand(n, k // 16, generator=draw) + 0.1).to(torch.float8_e4m3fn)
+    return StoredMatrix(
+        format=form,
+        shape=(n, k),
+        parts={"codes": codes, "scale": scale, "global_scale": torch.tensor([0.25])},
+        meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
+        dtype=torch.float32,
+        values=fp4.E2M1,
+        numbers=fp4.numbers,
+    )
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "nvfp4"])
-def test_weights_stay_packed(make, form, tmp_path):
+def test_weights_stay_packed(make, form):
     """In every op that takes a weight, for passes and for prompts; beside the reference over the decoded ones."""
     ops, reference = make(), ReferenceOps(torch.float32)
     assert form in ops.capabilities.packed_formats
     kind = Fp8BlockWeight if form == "fp8-block" else Nvfp4Weight
-    drawn = np.random.default_rng(7).standard_normal((4, 32, 64), np.float32)
-    checkpoints = [quantisers.opened(tmp_path / str(i), FORMS[form](one)[0]) for i, one in enumerate(drawn)]
-    matrices = [StoredWeights(one, dtype=torch.float32, keeps=(form,)).matrix(quantisers.NAME) for one in checkpoints]
+    matrices = [stored(form, 32, 64, seed) for seed in range(4)]
     held, plain = [ops.weight(one) for one in matrices], [reference.weight(one.decode()) for one in matrices]
     assert all(isinstance(one, kind) for one in held)
     assert all(torch.equal(one.decode().cpu(), other) for one, other in zip(held, plain, strict=True))
@@ -93,7 +117,17 @@ def test_weights_stay_packed(make, form, tmp_path):
     mixed = ops.stack([matrices[0], matrices[1].decode()])  # one layout or none
     assert all(isinstance(one, DenseWeight) for one in mixed.experts)
     with pytest.raises(UnsupportedError, match="mlx-affine"):
-        ops.weight(attrs.evolve(matrices[0], format="mlx-affine"))
+        ops.weight(
+            StoredMatrix(
+                format="mlx-affine",
+                shape=(2, 2),
+                parts={},
+                meta={},
+                dtype=torch.float32,
+                values=torch.zeros(0),
+                numbers=fp8.numbers,
+            )
+        )
 
 
 @pytest.mark.sample
