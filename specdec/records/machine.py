@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,15 +19,21 @@ LIBRARIES = ("torch", "mlx", "mlx-metal", "triton")  # libraries that provide ke
 
 @functools.cache
 def processor() -> str:
-    """The CPU's name if the system reports one (Linux, macOS), else its architecture."""
+    """The CPU's name if the system reports one (Linux, macOS), else its architecture.
+
+    On Linux with its family and model: a virtual machine may call processors of several generations "AMD EPYC".
+    """
     name = ""
     try:
         if sys.platform == "darwin":
             command = ["sysctl", "-n", "machdep.cpu.brand_string"]
             name = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
         else:
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+            facts = dict(re.findall(r"^(cpu family|model name|model)\s*:\s*(.*\S)", text, re.MULTILINE))
+            name = facts.get("model name", "")
+            if facts.keys() >= {"cpu family", "model name", "model"}:
+                name += f" (family {facts['cpu family']}, model {facts['model']})"
     except (OSError, subprocess.SubprocessError):
         pass
     return name or platform.processor() or platform.machine()

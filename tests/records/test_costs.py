@@ -1,5 +1,8 @@
 """Cost tables: lines between what was measured, what measuring leaves alone, and files that belong to one machine."""
 
+import sys
+from pathlib import Path
+
 import attrs
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ import specdec
 from specdec.decoding import cycle_timing
 from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay, warm_up
 from specdec.errors import UnsupportedError
+from specdec.records import machine
 from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
 
 seconds = st.floats(1e-9, 1e3)
@@ -69,6 +73,19 @@ def test_a_line_is_read_off_exactly(first, slope, depths, draft, at):
 )
 def test_a_cycle_never_costs_less_than_nothing(verify, draft, commit, at):
     assert CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit).cycle(at) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n", "AMD EPYC (family 25, model 17)"),
+        ("model name\t: Some ARM\n", "Some ARM"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(monkeypatch, cpuinfo, name):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: cpuinfo)
+    assert machine.processor.__wrapped__() == name
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
