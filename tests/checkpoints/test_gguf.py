@@ -28,6 +28,7 @@ from specdec.backends.cpu.packed import HEADER, Header, Packer
 from specdec.checkpoints import Checkpoint, StoredWeights, checkpoint_config, open_checkpoint
 from specdec.checkpoints.gguf import generation_config, read_gguf
 from specdec.checkpoints.gguf.blocks import BLOCKS
+from specdec.checkpoints.gguf.checkpoint import tokenizer_notices
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.checkpoints.quantised.stored import RowParts
 from specdec.cli import main
@@ -230,6 +231,16 @@ def test_blocks_of_several_value_heads_are_brought_into_order(tmp_path: Path, ki
             stored = StoredWeights(checkpoint, dtype=torch.float32, keeps=ops.capabilities.packed_formats)
             got = ops.to_host(ops.embed(ops.weight(stored.matrix(name)), range(rows)))
             assert torch.equal(got, expected), kernels
+
+
+@pytest.mark.parametrize("name", ["qwen2", None])
+def test_a_guessed_pre_tokenizer_is_a_notice(tmp_path: Path, name: str | None) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    if name is not None:
+        writer.add_tokenizer_pre(name)
+    notices = list(tokenizer_notices(read_gguf(saved(writer, tmp_path / "one.gguf"))))
+    assert len(notices) == (name is None)
 
 
 def test_columns_of_several_heads_with_one_scale_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,9 +34,17 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     reader = _Reader(file)
     config = reader.config()
-    checkpoint = Checkpoint(path, config, generation_config(file), reader.tensors(config))
+    checkpoint = Checkpoint(
+        path, config, generation_config(file), reader.tensors(config), tuple(tokenizer_notices(file))
+    )
     checkpoint.derived["read_gguf"] = file
     return checkpoint
+
+
+def tokenizer_notices(file: GgufFile) -> Iterator[str]:
+    """What the user should know of a file's tokenizer."""
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in file.metadata:
+        yield f"{file.path.name} does not say how text is split (tokenizer.ggml.pre): as for GPT-2"
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
