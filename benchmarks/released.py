@@ -149,8 +149,9 @@ def agreement(texts: int, gaps: Sequence[float]) -> dict[str, Any]:
 def behind(lm: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
     """How far the first other token is below ours, by our probabilities, in nats."""
     at = next(index for index, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other)
-    every = lm.generate([*prompt, *ours[:at]], max_new_tokens=1, logprobs=lm.info.vocab_size).logprobs[0].top
-    return float(dict(every)[ours[at]] - dict(every)[theirs[at]])
+    every = lm.generate([*prompt, *ours[:at]], max_new_tokens=1, logprobs=lm.info.vocab_size).logprobs[0]
+    logprob = dict(every.top)
+    return float(logprob[ours[at]] - logprob[theirs[at]])
 
 
 def first_gaps(path: Path, texts: Texts) -> Iterator[float]:

@@ -23,20 +23,21 @@ static void nibbles(const uint8_t* from, int width, int count, uint8_t* codes) {
 // Bit i of four bytes is 16 of code i.
 static void fifth_bits(const uint8_t* from, uint8_t* codes) {
     for (int i = 0; i < 4; ++i) {
-        const uint64_t own = from[i] * 0x0101010101010101u & 0x8040201008040201u;  // bit i in byte i
-        const uint64_t eight = load_as<uint64_t>(codes + 8 * i) | (own + 0x7f7f7f7f7f7f7f7fu & 0x8080808080808080u) >> 3;
+        const uint64_t own = from[i] * 0x0101010101010101u & 0x8040201008040201u;  // bit j in byte j
+        const uint64_t high = ((own + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
+        const uint64_t eight = load_as<uint64_t>(codes + 8 * i) | high;
         std::memcpy(codes + 8 * i, &eight, 8);
     }
 }
 
 // Adds two bits to each of 256 codes, of whose halves of 128 each 32 bytes hold four in turn.
-static void two_bits(const uint8_t* __restrict from, int shift, uint8_t* __restrict codes) {
+static void two_bits(const uint8_t* from, int shift, uint8_t* codes) {
     for (int i = 0; i < 256; i += 32)
         for (int j = 0; j < 32; ++j) codes[i + j] |= (from[i / 128 * 32 + j] >> i / 32 % 4 * 2 & 3) << shift;
 }
 
 // Bit i / 32 of byte i % 32 belongs to code i of 256.
-static void one_bit(const uint8_t* __restrict from, int shift, uint8_t* __restrict codes) {
+static void one_bit(const uint8_t* from, int shift, uint8_t* codes) {
     for (int i = 0; i < 256; i += 32)
         for (int j = 0; j < 32; ++j) codes[i + j] |= (from[j] >> i / 32 & 1) << shift;
 }

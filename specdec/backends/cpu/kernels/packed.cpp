@@ -663,9 +663,12 @@ INLINE uint32_t in_a_word(uint64_t eight, int64_t bits) {
     return (uint32_t)((pairs & 0xff) | (pairs >> 24 & 0xff00) | (pairs << 8 & 0xff0000) | (pairs >> 16 & 0xff000000));
 }
 
+// Words of low bits in a step, which a word with their high bits follows, if there are any.
+template <int BITS> constexpr int LOW_WORDS = BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+
 // Writes 8 N codes of one feature, the words of which are ONE_WORD apart. Returns where the next ones go.
 template <int BITS, int N> INLINE char* put_eights(const uint8_t* codes, char* to) {
-    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, WORDS = HIGH ? 4 / HIGH : N;  // of low bits; one of high bits follows
+    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, WORDS = LOW_WORDS<BITS>;
     const auto put = [&](uint32_t word) {
         std::memcpy(to, &word, WORD);
         to += ONE_WORD;
@@ -681,7 +684,7 @@ template <int BITS, int N> INLINE char* put_eights(const uint8_t* codes, char* t
     for (int i = 0; i < N; ++i) {
         put(BITS == 8 ? (uint32_t)eights[i] : low[i]);
         if (BITS == 8) put((uint32_t)(eights[i] >> 32));
-        if (!HIGH || i % WORDS != WORDS - 1) continue;
+        if (!HIGH || (i + 1) % WORDS) continue;
         uint32_t others = 0;
         for (int j = 0; j < WORDS; ++j) others |= high[i + 1 - WORDS + j] << 2 * HIGH * j;
         put(others);
@@ -689,12 +692,11 @@ template <int BITS, int N> INLINE char* put_eights(const uint8_t* codes, char* t
     return to;
 }
 
-// Likewise `columns` codes, a multiple of those of one step.
+// Likewise `columns` codes, a multiple of those of one step: most of them four words at a time.
 template <int BITS> void put_codes(const uint8_t* codes, int64_t columns, char* to) {
+    constexpr int STEP = 8 * LOW_WORDS<BITS>;
     for (; columns >= 32; columns -= 32, codes += 32) to = put_eights<BITS, 4>(codes, to);
-    constexpr int REST = BITS == 6 ? 2 : 1;
-    if (BITS != 5)
-        for (; columns > 0; columns -= 8 * REST, codes += 8 * REST) to = put_eights<BITS, REST>(codes, to);
+    for (; columns > 0; columns -= STEP, codes += STEP) to = put_eights<BITS, STEP / 8>(codes, to);
 }
 
 void put_codes(const Packed& w, const uint8_t* codes, int64_t columns, char* to) {
