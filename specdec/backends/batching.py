@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
-import attrs
-
-from specdec.backends.caches import Array, Cache
+from specdec.backends.caches import Batched
 from specdec.backends.delegating import DelegatingOps
 from specdec.backends.ops import Ops
-from specdec.backends.passes import Pass
 
 _ROWS = {  # operation -> its arguments with a row per token
     "add_positions": ("x",),
@@ -29,24 +25,6 @@ _ROWS = {  # operation -> its arguments with a row per token
     "norm_rope": ("x",),
     "scale_by_position": ("x",),
 }
-
-
-@attrs.frozen(eq=False)
-class Batched:
-    """What one layer of a batched pass has per sequence: caches, or the positions of their first rows.
-
-    Attributes:
-        parts: one per sequence.
-        rows: the rows of each sequence in the pass.
-    """
-
-    parts: Sequence[Any]
-    rows: Sequence[slice]
-
-    @property
-    def length(self) -> Batched:
-        """The lengths of the caches."""
-        return Batched([cache.length for cache in self.parts], self.rows)
 
 
 class BatchingOps(DelegatingOps):
@@ -63,25 +41,9 @@ class BatchingOps(DelegatingOps):
         for part, rows in zip(batched.parts, batched.rows, strict=True):
             own = {argument: values[argument][rows] for argument in of_rows}
             results.append(super().call(name, **values | own | {key: part}))
-        return None if results[0] is None else self.inner.hidden_type.concatenate(results)
+        return None if results[0] is None else self.inner.join_rows(results)
 
 
 @functools.cache
 def _signature(name: str) -> inspect.Signature:
     return inspect.signature(vars(Ops)[name])
-
-
-def run_batch(passes: Sequence[Pass], tokens: Sequence[Sequence[int]]) -> tuple[Array, list[slice]]:
-    """Run passes of one kind over several sequences as one, op by op.
-
-    Returns the result, the rows of all sequences one after another ``[sum of T, H]``, and the rows of each. They are
-    provisional until each pass's own ``commit``.
-    """
-    eager = [one.eager() for one in passes]
-    rows, at = [], 0
-    for of_one in tokens:
-        rows.append(slice(at, at + len(of_one)))
-        at += len(of_one)
-    layers: list[Sequence[Cache]] = list(zip(*(one.caches for one in eager), strict=True))
-    caches = [Batched(layer, rows) for layer in layers]
-    return eager[0].body(caches, [token for of_one in tokens for token in of_one], None), rows

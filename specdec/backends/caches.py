@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
+
+import attrs
 
 Array: TypeAlias = Any  # torch.Tensor, mlx.core.array, numpy.ndarray, ...
 
@@ -48,6 +51,31 @@ class Cache(abc.ABC):
     @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes allocated."""
+
+
+@attrs.frozen(eq=False)
+class Batched:
+    """What one layer of a pass over several sequences has per sequence: caches, or the positions of their first rows.
+
+    Attributes:
+        parts: one per sequence.
+        rows: the rows of each sequence in the pass.
+    """
+
+    parts: Sequence[Any]
+    rows: Sequence[slice]
+
+    @classmethod
+    def layers(cls, sequences: Sequence[Sequence[Any]], rows: Sequence[int]) -> list[Batched]:
+        """The caches of each layer, from those of each sequence and its number of rows."""
+        ends = list(itertools.accumulate(rows))
+        slices = [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
+        return [cls(layer, slices) for layer in zip(*sequences, strict=True)]
+
+    @property
+    def length(self) -> Batched:
+        """The lengths of the caches."""
+        return Batched([cache.length for cache in self.parts], self.rows)
 
 
 class MarkedCache(Cache):

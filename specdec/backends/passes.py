@@ -11,7 +11,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from specdec.backends.caches import Array, Cache, HeadRows
+from specdec.backends.caches import Array, Batched, Cache, HeadRows
 from specdec.contract import Choosing
 from specdec.errors import UnsupportedError
 
@@ -33,8 +33,11 @@ class Pass(abc.ABC):
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last run in all caches; 0 drops all."""
 
-    def eager(self) -> EagerPass:
-        """The same pass, run op by op; the next ``commit`` is of rows that it has run."""
+    def run_batch(self, others: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Array:
+        """Run this pass and ``others`` of its kind as one, each over its own tokens.
+
+        Returns the rows of all sequences one after another ``[sum of T, H]``, provisional until each pass's ``commit``.
+        """
         raise UnsupportedError(f"{type(self).__name__} has no passes over several sequences")
 
     def chain(
@@ -69,8 +72,9 @@ class EagerPass(Pass):
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         return self.body(self.caches, tokens, hidden)
 
-    def eager(self) -> EagerPass:
-        return self
+    def run_batch(self, others: Sequence[EagerPass], tokens: Sequence[Sequence[int]]) -> Array:
+        caches = Batched.layers([self.caches, *(other.caches for other in others)], [len(own) for own in tokens])
+        return self.body(caches, [token for own in tokens for token in own], None)
 
     def commit(self, rows: int) -> None:
         for cache in self.caches:

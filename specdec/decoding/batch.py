@@ -16,7 +16,6 @@ from specdec.decoding.cycle import PassRequest
 from specdec.decoding.result import Result
 from specdec.decoding.stream import Stream
 
-AGAIN = 64  # passes after which the slower way of running them is timed again
 SMOOTHING = 0.1  # weight of the newest pass in an average
 VARIED = 0.5  # variance of the rows below which they say nothing about the price of one
 
@@ -40,7 +39,6 @@ class Batch:
         self._prompts: list[Stream] = []  # whose prompts have yet to run, in the order in which they joined
         self._oldest = False  # whether the last chunk was of the oldest one
         self._outputs: dict[Stream, ForwardOutput | BaseException] = {}
-        self._times: dict[int, _Times] = {}  # by number of generations in a pass
         self._prices = _Prices()
         self._stopping = False
 
@@ -119,18 +117,15 @@ class Batch:
             self._prompts.remove(stream)
 
     def _run(self, requests: list[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
-        """Run all requests in one pass, or one after another where that was faster or could change bits."""
+        """Run all requests in one pass, or one after another where one pass could change bits."""
         if len(requests) < 2 or not _batches(requests[0].sequence.target.info):
             return [request.run() for request in requests]
-        times, started = self._times.setdefault(len(requests), _Times()), perf_counter()
-        together = times.together()
-        outputs = _run_together(requests) if together else [request.run() for request in requests]
+        started = perf_counter()
+        outputs = _run_together(requests)
         seconds = perf_counter() - started
-        times.add(together, seconds / self.rows)
-        if together:
-            self._prices.add(self.rows, seconds)
-            for request in requests:
-                request.seconds = self._prices.share(seconds, len(requests), len(request.tokens) - 1)
+        self._prices.add(self.rows, seconds)
+        for request in requests:
+            request.seconds = self._prices.share(seconds, len(requests), len(request.tokens) - 1)
         return outputs
 
 
@@ -166,30 +161,6 @@ class _Prices:
         mean = self._seconds / self._rows
         slope = min(max(self._covariance / self._variance, 0.0), mean) if self._variance > VARIED else mean
         return seconds / sequences + (1 - 1 / sequences) * slope * drafted
-
-
-@attrs.define
-class _Times:
-    """Seconds per row of passes run together and one after another.
-
-    A recorded pass of a small model takes less time than the calls of a pass op by op.
-    """
-
-    _seconds: dict[bool, float] = attrs.field(factory=dict)
-    _passes: int = 0
-
-    def together(self) -> bool:
-        """How to run the next passes."""
-        if len(self._seconds) < 2:
-            return not self._seconds
-        faster = self._seconds[True] <= self._seconds[False]
-        return faster if self._passes % AGAIN else not faster
-
-    def add(self, together: bool, seconds: float) -> None:
-        """Learn from the last passes."""
-        self._passes += 1
-        known = self._seconds.get(together, seconds)
-        self._seconds[together] = known + SMOOTHING * (seconds - known)
 
 
 def _run_together(requests: Sequence[PassRequest]) -> Sequence[ForwardOutput | BaseException]:

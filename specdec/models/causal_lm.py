@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import torch
 
-from specdec.backends.batching import run_batch
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
 from specdec.backends.passes import Body, Pass, Passes
 from specdec.contract import (
@@ -262,6 +261,7 @@ class CausalLM(ForwardPass):
         for number, (state, tokens) in enumerate(batch):
             groups.setdefault(self._to_decode(state, tokens).boundaries, []).append(number)
         for group in groups.values():
+            group.sort(key=lambda number: len(batch[number][1]))  # fewer kinds of passes, which backends record
             while group:
                 shared, rows = [], 0
                 while group and rows + len(batch[group[0]][1]) <= self.info.batch_rows:
@@ -276,9 +276,12 @@ class CausalLM(ForwardPass):
     def _decode_shared(self, batch: Sequence[tuple[State, Sequence[int]]]) -> Iterable[ForwardOutput]:
         """One pass over several states, which give the same boundaries."""
         states = [_own(state) for state, _ in batch]
-        x, rows = run_batch([state.target_pass for state in states], [tokens for _, tokens in batch])
+        first, *others = (state.target_pass for state in states)
+        x = first.run_batch(others, [tokens for _, tokens in batch])
         logits: Any = self.model.logits(self._final(states[0], x))
-        for state, own, (_, tokens) in zip(states, rows, batch, strict=True):
+        end = 0
+        for state, (_, tokens) in zip(states, batch, strict=True):
+            own = slice(end, end := end + len(tokens))
             state.decoded = tuple(tokens), x[own]
             yield self._output(state, len(tokens), [x[own]] if state.needs.hidden else [], logits[own])
 

@@ -71,28 +71,26 @@ def generations(draw):
     )
 
 
-def play(lm, asked, together):
+def play(lm, asked):
     """Run all in one batch; returns their streams, which have ended."""
     streams = [lm.stream(one.prompt, depth=one.depth, **one.settings) for one in asked]
-    running, choices = Batch(), itertools.cycle(together)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch._Times, "together", lambda self: next(choices))  # no clock decides
-        for tick in itertools.count():
-            for one, stream in zip(asked, streams, strict=True):
-                if one.tick == tick:
-                    running.add(stream)
-                if one.leaves is not None and one.tick + one.leaves == tick:
-                    stream.stop()
-            running.tick()
-            if tick > 12 and not running.running:
-                break
+    running = Batch()
+    for tick in itertools.count():
+        for one, stream in zip(asked, streams, strict=True):
+            if one.tick == tick:
+                running.add(stream)
+            if one.leaves is not None and one.tick + one.leaves == tick:
+                stream.stop()
+        running.tick()
+        if tick > 12 and not running.running:
+            break
     assert not running.failures
     return streams
 
 
-def check(lm, target, asked, together):
+def check(lm, target, asked):
     """Whatever the others do, each has the result and the state of a generation alone."""
-    for one, stream in zip(asked, play(lm, asked, together), strict=True):
+    for one, stream in zip(asked, play(lm, asked), strict=True):
         result, alone = stream.result, lm.generate(one.prompt, depth=one.depth, **one.settings)
         count = len(result.tokens)
         assert result.tokens == alone.tokens[:count]
@@ -107,9 +105,9 @@ def check(lm, target, asked, together):
             )
 
 
-@given(asked=st.lists(generations(), min_size=1, max_size=6), together=st.lists(st.booleans(), min_size=1, max_size=4))
-def test_each_generation_of_a_batch_is_the_one_alone(made, asked, together):
-    check(*made, asked, together)
+@given(asked=st.lists(generations(), min_size=1, max_size=6))
+def test_each_generation_of_a_batch_is_the_one_alone(made, asked):
+    check(*made, asked)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Record passes of the native kernels once per number of rows, and replay each with one call.
+"""Record passes of the native kernels once per number of rows of each sequence, and replay each with one call.
 
 During recording, the model code and the ops run as usual, but kernel calls are stored instead of made and outputs are
 memory that is never filled. Each argument is either constant (a stride, the address of a weight) or read from a *slot*
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from specdec.backends.caches import Batched
 from specdec.backends.cpu.arrays import CPU
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.pruned import HeadRows
@@ -78,6 +80,9 @@ PARTS = (15, 18)
 SECOND_LOGITS = 21
 _FIRST_CACHE = 24
 _PER_CACHE = 4  # length and up to three addresses
+_INTEGER = 8  # bytes of a slot
+
+MOST_BATCHES = 32  # recordings of passes over several sequences that are kept, the newest ones
 
 # Torch functions that a recorded pass may call: queries and views of a tensor. A view that turns out to be a copy has
 # an unknown address, so it is refused when a kernel reads it.
@@ -208,7 +213,10 @@ class _Buffer:
 class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
-    def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
+    def __init__(
+        self, ops: TapeOps, runner: Runner, sequences: Sequence[Sequence[Cache]], rows: Sequence[int], hidden_size: int
+    ) -> None:
+        """``sequences``: the caches of each sequence; ``rows``: the rows of each."""
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -217,10 +225,12 @@ class Tape(TorchFunctionMode):
         self._buffers: list[_Buffer] = []
         self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
-        self.caches = [self._stand_in(cache, _FIRST_CACHE + _PER_CACHE * i) for i, cache in enumerate(caches)]
+        slots = itertools.count(_FIRST_CACHE, _PER_CACHE)
+        self._rows = rows
+        self._sequences = [[self._stand_in(cache, next(slots)) for cache in caches] for caches in sequences]
         self.hidden = None
         if hidden_size:
-            self.hidden = self.empty(rows, hidden_size, dtype=ops.dtype)
+            self.hidden = self.empty(sum(rows), hidden_size, dtype=ops.dtype)
             self._buffers[-1].slot = HIDDEN
 
     def _stand_in(self, cache: Cache, slot: int) -> Any:
@@ -235,6 +245,11 @@ class Tape(TorchFunctionMode):
         if name not in _HARMLESS and current.get() is self:  # else an interruption has left this mode on torch's stack
             raise NotRecordable(f"torch's {name} cannot be recorded")
         return func(*args, **(kwargs or {}))
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        """What the body of the pass gets for its layers."""
+        return self._sequences[0] if len(self._rows) == 1 else Batched.layers(self._sequences, self._rows)
 
     def record(self, run: Callable[[Tape], R]) -> R:
         """Return ``run(self)``, with kernel calls recorded and torch calls checked."""
@@ -265,32 +280,43 @@ class Tape(TorchFunctionMode):
     def finish(self, out: Tensor) -> Recording:
         """Return the recording; ``out`` is the result of the pass."""
         passed, self.steps = self.steps, []
-        for cache in self.caches:
-            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
-                if cache.replay is None:
-                    raise NotRecordable("a convolution without the delta rule after it")
-                cache.replay(Slot(ROWS))
-        replayed, self.steps = self.steps, []
-        for cache in self.caches:
-            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
-                taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
-                self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
-        windows, self.steps = self.steps, []
-
+        committed = [(self._replayed(caches), self._kept_windows(caches)) for caches in self._sequences]
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self._find_weights()
         self._result(out)
-        kept = self._lay_out(passed, [*replayed, *windows])
+        kept = self._lay_out(passed, [step for steps in committed for part in steps for step in part])
+        run, commits = self._compiled(passed), []
+        for sequence, (rows, (replayed, windows)) in enumerate(zip(self._rows, committed, strict=True)):
+            own = sequence * _PER_CACHE * len(self._sequences[0])  # a commit has the slots of its sequence only
+            commits.append(Commit(rows, self._compiled(replayed, own), self._compiled(windows, own)))
         return Recording(
-            run=self._compiled(passed),
-            replay=self._compiled(replayed),
-            windows=self._compiled(windows),
+            run=run,
+            commits=commits,
             out_shape=tuple(out.shape),
             work_bytes=max([b.offset + b.tensor.nbytes for b in self._buffers if b.slot == WORK], default=0),
             kept_bytes=kept,
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
+
+    def _replayed(self, caches: Sequence[Any]) -> list[_Step]:
+        """Record the steps that compute recurrent states again for fewer rows."""
+        for cache in caches:
+            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
+                if cache.replay is None:
+                    raise NotRecordable("a convolution without the delta rule after it")
+                cache.replay(Slot(ROWS))
+        replayed, self.steps = self.steps, []
+        return replayed
+
+    def _kept_windows(self, caches: Sequence[Any]) -> list[_Step]:
+        """Record the steps that update convolution windows to the kept rows."""
+        for cache in caches:
+            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
+                taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
+                self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
+        windows, self.steps = self.steps, []
+        return windows
 
     def best(self, length: int, parts: int, *, choice: bool) -> Program:
         """Compile the choice of a token from slot ROW, ``[length]``, by way of LOGITS, to BEST.
@@ -377,7 +403,8 @@ class Tape(TorchFunctionMode):
                 return (ZERO, address) if slot == ZERO else (slot, address - start)
         raise NotRecordable(f"{kernel.name} reads memory that is neither an output of an op, nor a weight, nor a cache")
 
-    def _compiled(self, steps: Sequence[_Step]) -> Program:
+    def _compiled(self, steps: Sequence[_Step], first_slot: int = 0) -> Program:
+        """``first_slot`` is subtracted from the slots of caches."""
         flat: list[int] = []  # caller, function, first argument, arguments
         arguments: list[tuple[int, int]] = []
         for step in steps:
@@ -410,7 +437,9 @@ class Tape(TorchFunctionMode):
         return Program(
             names=[step.kernel.name for step in steps],
             steps=(ctypes.c_int64 * len(flat))(*flat),
-            arguments=(ctypes.c_int64 * (2 * len(arguments)))(*[number for pair in arguments for number in pair]),
+            arguments=(ctypes.c_int64 * (2 * len(arguments)))(
+                *[n for slot, value in arguments for n in (slot - first_slot * (slot >= _FIRST_CACHE), value)]
+            ),
         )
 
 
@@ -445,13 +474,21 @@ class Program:
         return ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments)
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Recording:
-    """The recorded pass for one number of rows."""
+@attrs.frozen(eq=False)
+class Commit:
+    """What a commit runs after a recorded pass of ``rows`` rows of its sequence."""
 
-    run: Program
+    rows: int
     replay: Program  # recomputes recurrent states for fewer rows
     windows: Program  # updates convolution windows to the kept rows
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Recording:
+    """The recorded pass for one number of rows of each sequence."""
+
+    run: Program
+    commits: Sequence[Commit]  # of each sequence
     out_shape: tuple[int, ...]
     work_bytes: int
     kept_bytes: int
@@ -459,7 +496,7 @@ class Recording:
 
 
 class RecordedPasses:
-    """Passes of one body, with a recording for each number of rows that was run."""
+    """Passes of one body, with a recording for the numbers of rows that were run."""
 
     eager_reason = ""
 
@@ -468,31 +505,45 @@ class RecordedPasses:
         self.runner = runner
         self.body = body
         self.hidden_size = hidden_size
-        self.recordings: dict[int, Recording | None] = {}  # by rows; None: run eagerly
+        self.recordings: dict[tuple[int, ...], Recording | None] = {}  # by rows of each sequence; None: run eagerly
+        self._once: set[tuple[int, ...]] = set()  # rows of batches that ran once
         self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
         self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
 
-    def recorded(self, rows: int, caches: Sequence[Cache]) -> Recording:
-        """Record a pass of ``rows`` rows. Raises: NotRecordable with the reason."""
-        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
+    def recorded(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording:
+        """Record a pass over sequences with these ``rows`` and caches. Raises: NotRecordable with the reason."""
+        tape = Tape(self.ops, self.runner, sequences, rows, self.hidden_size)
+        tokens = RecordedTokens(sum(rows))
         try:
-            return tape.record(lambda tape: tape.finish(self.body(tape.caches, RecordedTokens(rows), tape.hidden)))
+            return tape.record(lambda tape: tape.finish(self.body(tape.caches, tokens, tape.hidden)))
         except NotRecordable:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
 
-    def add(self, rows: int, caches: Sequence[Cache]) -> Recording | None:
-        """Record a pass of ``rows`` rows; None, with a warning, if it cannot be recorded."""
+    def add(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
+        """As ``recorded``, to be found in ``recordings``; None, with a warning, if it cannot be recorded."""
         try:
-            self.recordings[rows] = self.recorded(rows, caches)
+            self.recordings[rows] = self.recorded(rows, sequences)
         except NotRecordable as refusal:  # although passes of other lengths could be
-            log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
+            log.warning("passes_run_eagerly", rows=list(rows), reason=str(refusal))
             self.recordings[rows] = None
         return self.recordings[rows]
+
+    def add_batch(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
+        """As ``add``, from the second such pass on: many numbers of rows meet only once."""
+        if rows not in self._once:
+            if len(self._once) == 8 * MOST_BATCHES:
+                self._once.clear()
+            self._once.add(rows)
+            return None
+        batches = [key for key in self.recordings if len(key) > 1]
+        if len(batches) == MOST_BATCHES:
+            del self.recordings[batches[0]]
+        return self.add(rows, sequences)
 
     def chain(self, rows: int, parts: int, caches: Sequence[Cache], *, choice: bool) -> tuple[Any, int] | None:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
@@ -501,11 +552,12 @@ class RecordedPasses:
         """
         key = rows, parts, choice
         if key not in self._chains:
-            first, one = (self.recordings[n] if n in self.recordings else self.add(n, caches) for n in (rows, 1))
+            needed = (rows,), (1,)
+            first, one = (self.recordings[n] if n in self.recordings else self.add(n, [caches]) for n in needed)
             chain = None
             if first is not None and one is not None and not first.kept_bytes and not one.kept_bytes:
                 if (best := self.best.get((parts, choice))) is None:
-                    tape = Tape(self.ops, self.runner, (), 1, 0)
+                    tape = Tape(self.ops, self.runner, [], [1], 0)
                     best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
                     self.best[parts, choice] = best
                 numbers = [*first.run.addresses(), *one.run.addresses(), *best.addresses()]
@@ -536,41 +588,72 @@ class RecordedPass(Pass):
             else:
                 self._growing.append((slot, cache))
         self._kept: Tensor | None = None
-        self._last: Recording | None = None  # the last run's; None after an eager run
+        self._last: tuple[Commit, Tensor | None] | None = None  # of the last run, and what it kept; None if eager
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         rows, passes, ops = len(tokens), self._passes, self._ops
-        recording = passes.recordings.get(rows)
-        if recording is None and rows <= ops.capabilities.max_rows and rows not in passes.recordings:
+        recording = passes.recordings.get((rows,))
+        if recording is None and rows <= ops.capabilities.max_rows and (rows,) not in passes.recordings:
             with ops.lock.held:
-                recording = passes.add(rows, self._caches)
+                recording = passes.add((rows,), [self._caches])
+        self._last = None
         if recording is None:
-            self._last = None
             return self._eager.run(tokens, hidden)
+        self._fill(rows)
+        if passes.hidden_size:
+            hidden = self._checked(hidden, rows)
+            self._slots[HIDDEN] = hidden.data_ptr()
+        if recording.kept_bytes and (self._kept is None or self._kept.nbytes < recording.kept_bytes):
+            self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
+        out = self._replay(recording, self._slots, tokens, self._kept)
+        self._last = recording.commits[0], self._kept
+        return out
+
+    def run_batch(self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]]) -> Array:
+        passes, bound, rows = self._passes, [self, *others], tuple(map(len, tokens))
+        recording = passes.recordings.get(rows)
+        if recording is None and rows not in passes.recordings:
+            with self._ops.lock.held:
+                recording = passes.add_batch(rows, [one._caches for one in bound])
+        for one in bound:
+            one._last = None
+        if recording is None:
+            return self._eager.run_batch([one._eager for one in others], tokens)
+        own = _PER_CACHE * len(self._caches)
+        slots = (ctypes.c_int64 * (_FIRST_CACHE + own * len(bound)))()
+        for number, (one, count) in enumerate(zip(bound, rows, strict=True)):
+            one._fill(count)
+            to = ctypes.addressof(slots) + _INTEGER * (_FIRST_CACHE + number * own)
+            ctypes.memmove(to, ctypes.addressof(one._slots) + _INTEGER * _FIRST_CACHE, _INTEGER * own)
+        kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU) if recording.kept_bytes else None
+        out = self._replay(recording, slots, [token for each in tokens for token in each], kept)
+        for one, commit in zip(bound, recording.commits, strict=True):
+            one._last = commit, kept
+        return out
+
+    def _fill(self, rows: int) -> None:
+        """Fill the slots of the caches for a pass of ``rows`` rows. Raises: StateError if a cache is full."""
         slots = self._slots
         for slot, cache in self._growing:
             slots[slot], _ = cache.reserve(rows)
         for slot, cache, matrix, at, other in self._recurrent:
             slots[slot] = cache.length
             slots[slot + 1], slots[slot + 2] = (at, other) if cache.state is matrix else (other, at)
-        if passes.hidden_size:
-            hidden = self._checked(hidden, rows)
-            slots[HIDDEN] = hidden.data_ptr()
-        if recording.kept_bytes:
-            if self._kept is None or self._kept.nbytes < recording.kept_bytes:
-                self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
-            slots[KEPT] = self._kept.data_ptr()
-        ids = (ctypes.c_int64 * rows)(*tokens)
+
+    def _replay(self, recording: Recording, slots: Any, tokens: Sequence[int], kept: Tensor | None) -> Tensor:
+        """Run a recorded pass, once the slots of its caches are filled."""
+        ops = self._ops
+        ids = (ctypes.c_int64 * len(tokens))(*tokens)
         out = torch.empty(recording.out_shape, dtype=ops.dtype, device=CPU)
         slots[TOKENS] = ctypes.addressof(ids)
         slots[OUT] = out.data_ptr()
+        slots[KEPT] = 0 if kept is None else kept.data_ptr()
         slots[THREADS] = ops.threads.count()
         with ops.lock.held:
             slots[WORK] = ops.work(recording.work_bytes)
-            failed = self._play(recording.run)
+            failed = self._play(recording.run, slots)
         if failed >= 0:
             raise ContractError(f"step {failed} of a recorded pass failed: a token id outside the vocabulary")
-        self._last = recording
         return out
 
     def chain(
@@ -634,22 +717,18 @@ class RecordedPass(Pass):
             raise ContractError(f"pass {ran} of a draft chain failed: a token id outside the vocabulary")
         return tuple(found)
 
-    def eager(self) -> EagerPass:
-        self._last = None
-        return self._eager
-
     def commit(self, rows: int) -> None:
-        recording = self._last
-        if recording is None:
+        if self._last is None:
             self._eager.commit(rows)
             return
-        self._last = None
-        if rows and recording.windows.names:
-            self._slots[ROWS] = rows
-            self._slots[THREADS] = self._ops.threads.count()
-            if rows < recording.out_shape[0]:
-                self._play(recording.replay)
-            self._play(recording.windows)
+        (commit, kept), self._last = self._last, None
+        if rows and kept is not None:
+            slots = self._slots
+            slots[ROWS], slots[KEPT] = rows, kept.data_ptr()
+            slots[THREADS] = self._ops.threads.count()
+            if rows < commit.rows:
+                self._play(commit.replay, slots)
+            self._play(commit.windows, slots)
         for cache in self._caches:
             cache.advance(rows)
 
@@ -661,8 +740,8 @@ class RecordedPass(Pass):
         checked: Tensor = hidden.contiguous()  # rows of a pass already are
         return checked
 
-    def _play(self, program: Program) -> int:
-        failed: int = self._passes.runner.run(program.steps, len(program.names), program.arguments, self._slots)
+    def _play(self, program: Program, slots: Any) -> int:
+        failed: int = self._passes.runner.run(program.steps, len(program.names), program.arguments, slots)
         return failed
 
 
@@ -671,7 +750,7 @@ def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hi
     passes = RecordedPasses(ops, runner, body, hidden_size)
     try:
         for rows in TRIED_ROWS:
-            passes.recordings[rows] = passes.recorded(rows, caches)
+            passes.recordings[rows,] = passes.recorded((rows,), [caches])
     except NotRecordable as refusal:
         return EagerPasses(body, str(refusal))
     return passes

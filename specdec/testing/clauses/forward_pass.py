@@ -406,7 +406,8 @@ def batches(subject: ForwardPassSubject, run: Run) -> None:
             places = [state.length for state in states]
             if max(places) >= target.length:
                 break
-            rows = [int(rng.integers(1, 1 + min(target.info.max_rows, target.length - at))) for at in places]
+            most = 2 if number % 2 else target.info.max_rows  # a backend may record the rows that come again
+            rows = [int(rng.integers(1, 1 + min(most, target.length - at))) for at in places]
             texts = [target.text[at : at + count] for at, count in zip(places, rows, strict=True)]
             outputs = target.model.decode_batch(list(zip(states, texts, strict=True)))
             expect_equal([output.rows for output in outputs], rows, "the outputs are not those of the states in order")
