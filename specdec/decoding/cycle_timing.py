@@ -28,7 +28,7 @@ from specdec.registry.parts import make_verifier
 
 log = get_logger(__name__)
 
-DEPTHS = (0, 1, 2, 3, 4, 6)  # measured; depths in between are interpolated
+DEPTHS = (0, 1, 2, 3, 4, 6, 8)  # measured; depths in between are interpolated
 REPEATS = 5
 BUDGET_S = 1.0  # start no further depth after this long, once the first and last were measured twice
 STEADY = 1.25  # largest ratio of the second smallest time to the smallest

@@ -175,7 +175,7 @@ class Trials:
 class AdaptiveConfig:
     """The deepest draft, how fast to forget, and how rarely to try another depth."""
 
-    max_depth: int = attrs.field(default=6, validator=between(1, MAX_DEPTH))
+    max_depth: int = attrs.field(default=8, validator=between(1, MAX_DEPTH))
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
     min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative; below it the depth stays
     first_probe: int = attrs.field(default=16, validator=between(1, 65536))  # tokens until another depth is tried

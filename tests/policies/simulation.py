@@ -12,7 +12,7 @@ from specdec.contract import CycleRecord, DepthPolicy, Stats
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
 
-DEEPEST = 6
+DEEPEST = 8
 
 
 @attrs.frozen(kw_only=True)

@@ -116,8 +116,8 @@ def test_measuring_prices_every_depth_and_changes_nothing(demo):
 
 def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(demo):
     table = measure_costs(demo, budget_s=0.0)
-    assert sorted(table.verify) == [1, 7]
-    assert sorted(table.draft) == [0, 6]
+    assert sorted(table.verify) == [1, 9]
+    assert sorted(table.draft) == [0, 8]
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 4, 9])
