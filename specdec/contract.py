@@ -12,8 +12,9 @@ import abc
 import enum
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, overload
 
 import attrs
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Float32 = NDArray[np.float32]
+
+R = TypeVar("R")
 
 
 class Parity(enum.Enum):
@@ -744,6 +747,55 @@ class Verdict:
         return Verdict(kept - 1, last, inside)
 
 
+@attrs.define(eq=False)
+class PassRequest:
+    """A pass that a cycle or a drafter leaves to the engine, which runs those of several sequences as one.
+
+    In a generator, ``yield from PassRequest(model, state, tokens)`` stands for ``model.decode(state, tokens)``.
+
+    Attributes:
+        seconds: that the pass took, or this sequence's share of it; whoever runs it says so.
+    """
+
+    model: ForwardPass
+    state: State
+    tokens: Sequence[int]
+    seconds: float = 0.0
+
+    def run(self) -> ForwardOutput | BaseException:
+        """Run it in a pass of its own; returns the output, or what was raised."""
+        started = perf_counter()
+        try:
+            return self.model.decode(self.state, self.tokens)
+        except BaseException as error:  # noqa: BLE001 - the generator raises it
+            return error
+        finally:
+            self.seconds = perf_counter() - started
+
+    def __iter__(self) -> Passes[ForwardOutput]:
+        output = None
+        while output is None:
+            output = yield self
+        if isinstance(output, BaseException):
+            raise output
+        return output
+
+
+Passes: TypeAlias = Generator[PassRequest, ForwardOutput | BaseException | None, R]
+"""Work that stops for passes. It is sent the output of each, or what the pass raised; after None it asks again."""
+
+
+def run_passes(work: Passes[R]) -> R:
+    """Run the passes one by one; returns the result of the work."""
+    output = None
+    try:
+        while True:
+            output = work.send(output).run()
+    except StopIteration as end:
+        result: R = end.value
+        return result
+
+
 class Drafter(abc.ABC):
     """Guesses the next tokens of one sequence. One object per sequence; its spec's ``prepare`` holds the heavy parts.
 
@@ -761,6 +813,15 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def propose(self, context: Context, depth: int) -> Draft:
         """At most ``depth`` tokens to follow ``context``; an empty draft means "no opinion"."""
+
+    def drafting(self, context: Context, depth: int) -> Passes[Draft]:
+        """``propose`` for an engine that runs several sequences at once.
+
+        A drafter with a model of its own may leave the passes to the engine (``PassRequest``), and propose by
+        ``run_passes(self.drafting(context, depth))``. The default proposes.
+        """
+        return self.propose(context, depth)
+        yield
 
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:  # noqa: B027
         """See the outcome of the draft.

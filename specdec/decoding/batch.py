@@ -1,18 +1,18 @@
 """Several generations at once: each draws its own drafts, and one pass of the target verifies all of them.
 
 A tick takes every generation to its next pass, runs the passes as one and lets each go on: its verifier decides, its
-state commits, its drafter drafts. One sequence is the case of one (``Stream.__next__``).
+state commits, its drafter drafts, whose own model's passes are shared too. One sequence is the case of one
+(``Stream.__next__``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import attrs
 
-from specdec.contract import ForwardOutput, ModelInfo, Parity
-from specdec.decoding.cycle import PassRequest
+from specdec.contract import ForwardOutput, ModelInfo, Parity, PassRequest
 from specdec.decoding.result import Result
 from specdec.decoding.stream import Stream
 
@@ -50,33 +50,47 @@ class Batch:
             stream.stop()
 
     def tick(self) -> list[tuple[Stream, str]]:
-        """Run one pass for all; returns the texts that came, each with its generation. Ended ones leave."""
+        """Run one pass of the target for all; returns the texts that came, with their generations. Ended ones leave."""
         texts: list[tuple[Stream, str]] = []
         requests: dict[Stream, PassRequest] = {}
         if self._prompts:
             self._oldest = not self._oldest
         chosen = next(iter(self._prompts if self._oldest else sorted(self._prompts, key=lambda one: one.waiting)), None)
-        for stream in list(self.running):
-            if stream in self._prompts and stream is not chosen and not stream.stopping:
-                continue
-            try:
-                step = stream.step(self._outputs.pop(stream, None))
-                while step and not isinstance(step, PassRequest):
-                    texts.append((stream, step))
-                    step = stream.step()
-            except StopIteration:
-                self._leave(stream)
-            except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
-                self._leave(stream)
-                self.failures[stream] = error
-            else:
-                if isinstance(step, PassRequest):
-                    requests[stream] = step
-                if stream in self._prompts and not stream.waiting:
-                    self._prompts.remove(stream)
+        going = [s for s in self.running if s not in self._prompts or s is chosen or s.stopping]
+        while going:
+            drafts: dict[Stream, PassRequest] = {}
+            for stream in going:
+                request = self._go_on(stream, texts)
+                if request is not None:
+                    (requests if request.model is stream.target else drafts)[stream] = request
+            for model in dict.fromkeys(request.model for request in drafts.values()):
+                self._run({stream: request for stream, request in drafts.items() if request.model is model})
+            going = list(drafts)
         self.rows = sum(len(request.tokens) for request in requests.values())
-        self._outputs = dict(zip(requests, self._run(list(requests.values())), strict=True))
+        seconds = self._run(requests)
+        if seconds:
+            self._prices.add(self.rows, seconds)
+            for request in requests.values():
+                request.seconds = self._prices.share(seconds, len(requests), len(request.tokens) - 1)
         return texts
+
+    def _go_on(self, stream: Stream, texts: list[tuple[Stream, str]]) -> PassRequest | None:
+        """Take a generation to its next pass, if there is one, with the output of its last."""
+        try:
+            step = stream.step(self._outputs.pop(stream, None))
+            while step and not isinstance(step, PassRequest):
+                texts.append((stream, step))
+                step = stream.step()
+        except StopIteration:
+            self._leave(stream)
+            return None
+        except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
+            self._leave(stream)
+            self.failures[stream] = error
+            return None
+        if stream in self._prompts and not stream.waiting:
+            self._prompts.remove(stream)
+        return step if isinstance(step, PassRequest) else None
 
     def run(self, begin: Iterable[Callable[[], Stream]], most: int) -> Iterator[tuple[int, Result | Exception]]:
         """Run generations, at most ``most`` at once; yields the number and result of each one that ends.
@@ -116,17 +130,22 @@ class Batch:
         if stream in self._prompts:
             self._prompts.remove(stream)
 
-    def _run(self, requests: list[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
-        """Run all requests in one pass, or one after another where one pass could change bits."""
-        if len(requests) < 2 or not _batches(requests[0].sequence.target.info):
-            return [request.run() for request in requests]
-        started = perf_counter()
-        outputs = _run_together(requests)
-        seconds = perf_counter() - started
-        self._prices.add(self.rows, seconds)
-        for request in requests:
-            request.seconds = self._prices.share(seconds, len(requests), len(request.tokens) - 1)
-        return outputs
+    def _run(self, requests: Mapping[Stream, PassRequest]) -> float:
+        """Run passes of one model as one, and keep their outputs; returns the seconds of a pass that was shared.
+
+        They run one after another, and it returns 0, where one pass could change bits.
+        """
+        passes, seconds = list(requests.values()), 0.0
+        if len(passes) < 2 or not _batches(passes[0].model.info):
+            outputs: Sequence[ForwardOutput | BaseException] = [request.run() for request in passes]
+        else:
+            started = perf_counter()
+            outputs = _run_together(passes)
+            seconds = perf_counter() - started
+            for request in passes:
+                request.seconds = seconds / len(passes)
+        self._outputs |= zip(requests, outputs, strict=True)
+        return seconds
 
 
 def _batches(info: ModelInfo) -> bool:
@@ -166,7 +185,6 @@ class _Prices:
 def _run_together(requests: Sequence[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
     """One pass for all requests. If it fails, each has its own, so that only those fail that cause it."""
     try:
-        target = requests[0].sequence.target
-        return target.decode_batch([(request.sequence.state, request.tokens) for request in requests])
+        return requests[0].model.decode_batch([(request.state, request.tokens) for request in requests])
     except Exception:  # noqa: BLE001 - found again below
         return [request.run() for request in requests]

@@ -3,19 +3,18 @@
 Invariant between cycles: n tokens are committed, every state holds tokens 0..n-2, and token n-1 is pending: it becomes
 row 0 of the next verification pass. Depth 0 runs the same code and is plain decoding.
 
-``cycle`` stops where the target runs, so that several sequences can share a pass (``specdec.decoding.batch``).
+``cycle`` stops where a model runs, so that several sequences can share a pass (``specdec.decoding.batch``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from time import perf_counter
 
-import attrs
-
-from specdec.contract import EMPTY_DRAFT, CycleRecord, Draft, ForwardOutput, Verdict
+from specdec.contract import EMPTY_DRAFT, CycleRecord, Draft, ForwardOutput, Passes, PassRequest, Verdict, run_passes
 from specdec.decoding.result import RunStats, TokenLogprobs
 from specdec.decoding.sequence import LiveSequence
+from specdec.errors import ContractError, shown
 from specdec.registry import Kind, calling, checked_draft, checked_verdict
 from specdec.sampling import Rows
 
@@ -23,46 +22,15 @@ Cut = Callable[[tuple[int, ...]], int]
 """How many of a cycle's emitted tokens to keep: at least 1, and not all of them if generation ends within them."""
 
 
-@attrs.define
-class PassRequest:
-    """What a cycle wants its target to run: the pending token and a draft.
-
-    Attributes:
-        seconds: that the pass took, or this sequence's share of it; whoever runs it says so.
-    """
-
-    sequence: LiveSequence
-    tokens: list[int]
-    seconds: float = 0.0
-
-    def run(self) -> ForwardOutput | BaseException:
-        """Run it in a pass of its own; returns the output, or what was raised."""
-        started = perf_counter()
-        try:
-            return self.sequence.target.decode(self.sequence.state, self.tokens)
-        except BaseException as error:  # noqa: BLE001 - the cycle raises it
-            return error
-        finally:
-            self.seconds = perf_counter() - started
-
-
 def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
-    """Run one ``cycle`` with a pass of its own; takes the same arguments and raises the same errors."""
-    running = cycle(sequence, depth, cut, stats)
-    output = next(running).run()
-    try:
-        running.throw(output) if isinstance(output, BaseException) else running.send(output)
-    except StopIteration as end:
-        record: CycleRecord = end.value
-    return record
+    """Run one ``cycle`` with passes of its own; takes the same arguments and raises the same errors."""
+    return run_passes(cycle(sequence, depth, cut, stats))
 
 
 def cycle(
     sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats, predicted: tuple[int, ...] = ()
-) -> Generator[PassRequest, ForwardOutput | None, CycleRecord]:
+) -> Passes[CycleRecord]:
     """One cycle of at most ``depth`` draft tokens; there must be room for ``depth + 1`` tokens.
-
-    Yields a request for a pass until it gets the output; an error of the pass is thrown in.
 
     Args:
         cut: called once, with the tokens that the cycle emits.
@@ -72,14 +40,15 @@ def cycle(
     Raises: PluginError when target or verifier fails; ContractError when one breaks its contract.
     """
     with sequence.changing():
-        position, started = len(sequence.tokens), perf_counter()
+        position = len(sequence.tokens)
         sequence.context.cycle = sequence.stats.cycles + 1
-        draft = _allowed(sequence, Draft(predicted) if predicted else _drafted(sequence, depth, stats), stats)
+        draft, seconds = (Draft(predicted), 0.0) if predicted else (yield from _drafted(sequence, depth, stats))
+        started = perf_counter()
+        draft = _allowed(sequence, draft, stats)
         drafted = perf_counter()
         with sequence.running("decode"):
-            request, output = PassRequest(sequence, [sequence.tokens[-1], *draft.tokens]), None
-            while output is None:
-                output = yield request
+            request = PassRequest(sequence.target, sequence.state, [sequence.tokens[-1], *draft.tokens])
+            output = yield from request
             resumed = perf_counter()
             logits = output.need_logits()
         with calling((Kind.VERIFIER, sequence.verifier_name), "verify"):
@@ -96,7 +65,7 @@ def cycle(
             offered=len(draft.tokens),
             accepted=verdict.accepted,
             emitted=emitted[:kept],
-            draft_seconds=drafted - started,
+            draft_seconds=seconds + drafted - started,
             verify_seconds=request.seconds + verified - resumed,
             commit_seconds=perf_counter() - verified,
             drafted=draft.tokens,
@@ -106,20 +75,29 @@ def cycle(
     return record
 
 
-def _drafted(sequence: LiveSequence, depth: int, stats: RunStats) -> Draft:
-    """Ask the drafter. One that fails is switched off."""
+def _drafted(sequence: LiveSequence, depth: int, stats: RunStats) -> Passes[tuple[Draft, float]]:
+    """Ask the drafter; also gives the seconds that it took. One that fails is switched off."""
     if depth < 1 or sequence.failure:
-        return EMPTY_DRAFT
-    context = sequence.context
+        return EMPTY_DRAFT, 0.0
+    context, seconds, started, output = sequence.context, 0.0, perf_counter(), None
     try:
-        draft = sequence.drafter.propose(context, depth)
-        draft, fault = checked_draft(draft, depth, sequence.target.info.vocab_size, context)
+        work = sequence.drafter.drafting(context, depth)
+        try:
+            while True:
+                request = work.send(output)
+                if not isinstance(request, PassRequest):
+                    raise ContractError(f"a draft yielded {shown(request)}", takes="PassRequest")
+                seconds += perf_counter() - started
+                output = yield request  # other sequences may run meanwhile
+                seconds, started = seconds + request.seconds, perf_counter()
+        except StopIteration as end:
+            draft, fault = checked_draft(end.value, depth, sequence.target.info.vocab_size, context)
     except Exception as error:  # noqa: BLE001 - drafting is optional, whatever a plugin raises
         sequence.switch_off("propose", error)
-        return EMPTY_DRAFT
+        return EMPTY_DRAFT, seconds
     if fault:
         stats.fault(fault)
-    return draft
+    return draft, seconds + perf_counter() - started
 
 
 def _allowed(sequence: LiveSequence, draft: Draft, stats: RunStats) -> Draft:

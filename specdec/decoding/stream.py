@@ -15,8 +15,8 @@ from typing import Self
 import attrs
 
 from specdec.config import GenerationConfig
-from specdec.contract import CycleRecord, DepthPolicy, ForwardOutput, same_depth
-from specdec.decoding.cycle import PassRequest, cycle
+from specdec.contract import CycleRecord, DepthPolicy, ForwardOutput, ForwardPass, PassRequest, same_depth
+from specdec.decoding.cycle import cycle
 from specdec.decoding.parts import Parts, language_model, make_sampling, unused_filters
 from specdec.decoding.result import Result, RunStats
 from specdec.decoding.sequence import LiveSequence, prefill_chunks
@@ -126,7 +126,7 @@ class Stream:
 
         Raises: StopIteration when the generation is over.
         """
-        return self._steps.throw(output) if isinstance(output, BaseException) else self._steps.send(output)
+        return self._steps.send(output)
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
@@ -176,6 +176,11 @@ class Stream:
         return list(self._prompt)
 
     @property
+    def target(self) -> ForwardPass:
+        """The model that it generates with."""
+        return self._sequence.target
+
+    @property
     def waiting(self) -> int:
         """Tokens of the prompt that have yet to run."""
         return max(len(self._sequence.tokens) - 1 - self._sequence.state.length, 0)
@@ -194,7 +199,7 @@ class Stream:
             raise StateError("this generation ended with an error and has no result", tokens="they are in the session")
         return self._result
 
-    def _run(self) -> Generator[str | PassRequest, ForwardOutput | None, None]:
+    def _run(self) -> Generator[str | PassRequest, ForwardOutput | BaseException | None, None]:
         try:
             yield from self._decode()
         except Exception as error:
@@ -203,7 +208,7 @@ class Stream:
                 error.tokens = tuple(self._sequence.tokens[len(self._prompt) :])
             raise
 
-    def _decode(self) -> Generator[str | PassRequest, ForwardOutput | None, None]:
+    def _decode(self) -> Generator[str | PassRequest, ForwardOutput | BaseException | None, None]:
         lm, sequence, stats = self._lm, self._sequence, self._stats
         sequence.context.sampling = self._sampling
         sequence.context.generated_from = len(self._prompt)

@@ -23,8 +23,10 @@ from specdec.contract import (
     ForwardOutput,
     ForwardPass,
     ModelInfo,
+    Passes,
     PrepareEnv,
     Verdict,
+    run_passes,
 )
 from specdec.drafters.follower import Follower
 from specdec.drafters.gate import DraftGate, Drawing
@@ -108,6 +110,9 @@ class _SecondModelDrafter(Drafter):
         if self._readable(tokens, stable):
             self._follower.prefill(tokens, stable)
 
+    def propose(self, context: Context, depth: int) -> Draft:
+        return run_passes(self.drafting(context, depth))
+
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
         if self._follower.waits:
             self._follower.settle(*self._follow(context))
@@ -134,14 +139,14 @@ class DraftModelDrafter(_SecondModelDrafter):
         if self._readable(tokens, stable + 1):  # nothing is pending here
             self._follower.prefill(tokens, stable + 1)
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def drafting(self, context: Context, depth: int) -> Passes[Draft]:
         tokens, stable = self._follow(context)
         if depth < 1 or not self._readable(tokens, len(tokens)):
             return EMPTY_DRAFT
         steps = self._follower.make_room(tokens, stable, depth)
         drawing = Drawing(self._gate, context, reduced=self._info.vocab_size < self._vocab_size)
         while len(drawing.tokens) < steps:
-            logits = self._follower.step(tokens, drawing.tokens)
+            logits = yield from self._follower.step(tokens, drawing.tokens)
             if drawing.next(last_row(logits, self._info.vocab_size, self._vocab_size)) is None:
                 break
         if drawing.dead_end:
@@ -172,7 +177,7 @@ class TextDraftModelDrafter(_SecondModelDrafter):
         self._transcript = Transcript(self._target_tokenizer, self._draft_tokenizer)
         self._dropped: dict[str, int] = {"boundary": 0, "incomplete": 0, "special": 0}
 
-    def propose(self, context: Context, depth: int) -> Draft:
+    def drafting(self, context: Context, depth: int) -> Passes[Draft]:
         tokens, stable = self._follow(context)
         if depth < 1 or not tokens or not self._readable(tokens, len(tokens)):
             return EMPTY_DRAFT
@@ -182,7 +187,7 @@ class TextDraftModelDrafter(_SecondModelDrafter):
         text, whole = "", True
         width = self._info.vocab_size
         while len(own) < steps and len(drafted) < depth and whole:
-            row = last_row(self._follower.step(tokens, own), width, width)
+            row = last_row((yield from self._follower.step(tokens, own)), width, width)
             token = row.argmax()[0]
             # an empty context: sampling settings refer to the target's token ids
             if self._gate.stops(row, Context([])) or token in self._draft_tokenizer.special_ids:

@@ -30,8 +30,10 @@ from specdec.contract import (
     ForwardOutput,
     Hidden,
     Needs,
+    Passes,
     PrepareEnv,
     Verdict,
+    run_passes,
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
@@ -68,21 +70,29 @@ class _Member:
     offered: int = 0  # tokens that were verified
     accepted: int = 0  # tokens of those that stayed
 
-    def ask(self, method: str, *arguments: Any, vocab_size: int = 0) -> Any:
-        """Call the drafter; None once it has failed. With ``vocab_size`` the answer is a draft, and is checked.
-
-        Raises: the error of a logits processor, as the engine does.
-        """
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call the drafter; None once it has failed. Raises: the error of a logits processor, as the engine does."""
         if self.failure:
             return None
         try:
-            answer = getattr(self.drafter, method)(*arguments)
-            return checked_draft(answer, arguments[1], vocab_size, arguments[0])[0] if vocab_size else answer
-        except Exception as error:
-            if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
-                raise
-            self.failure = reason(self.spec, method, error)
+            return getattr(self.drafter, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the others go on
+            self._fail(method, error)
             return None
+
+    def drafting(self, context: Context, depth: int, vocab_size: int) -> Passes[Draft]:
+        """Ask for a draft, likewise; empty once the drafter has failed."""
+        try:
+            draft = yield from self.drafter.drafting(context, depth)
+            return checked_draft(draft, depth, vocab_size, context)[0]
+        except Exception as error:  # noqa: BLE001 - the others go on
+            self._fail("propose", error)
+            return EMPTY_DRAFT
+
+    def _fail(self, method: str, error: Exception) -> None:
+        if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
+            raise error
+        self.failure = reason(self.spec, method, error)
 
     def report(self) -> dict[str, Any]:
         """Its counters, what it reports itself, and why it was switched off."""
@@ -111,10 +121,13 @@ class FirstOfDrafter(Drafter):
             member.ask("prefill", context, _declared(output, member.needs, prompt=True))
 
     def propose(self, context: Context, depth: int) -> Draft:
+        return run_passes(self.drafting(context, depth))
+
+    def drafting(self, context: Context, depth: int) -> Passes[Draft]:
         for member in self._members:
             own = 0 if member.failure else context.depth_of(member.label, depth)
-            draft: Draft | None = member.ask("propose", context, own, vocab_size=self._vocab_size) if own else None
-            if draft is not None and draft.tokens:
+            draft = (yield from member.drafting(context, own, self._vocab_size)) if own else EMPTY_DRAFT
+            if draft.tokens:
                 self._drafting = member
                 return attrs.evolve(draft, drafter=member.label)
         failures = [member.failure for member in self._members]

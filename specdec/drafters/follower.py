@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.contract import ForwardPass, Logits, State
+from specdec.contract import ForwardPass, Logits, Passes, PassRequest, State
 from specdec.text import common_prefix
 
 WAITING_ROWS = 8  # committed tokens that a decode may include; more are prefilled first
@@ -75,8 +75,9 @@ class Follower:
                 self.prefill(tokens, end)
         return steps
 
-    def step(self, tokens: Sequence[int], drafted: Sequence[int]) -> Logits:
+    def step(self, tokens: Sequence[int], drafted: Sequence[int]) -> Passes[Logits]:
         """The logits after ``tokens`` and ``drafted``, in the last row."""
         self._decoded = [*tokens[self.held :], *drafted]
         self.passes += 1
-        return self.model.decode(self.state, self._decoded).need_logits()
+        output = yield from PassRequest(self.model, self.state, self._decoded)
+        return output.need_logits()

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Draft, Drafter
+from specdec.contract import Draft, Drafter, DrafterSpec
 from specdec.decoding import batch
 from specdec.decoding.batch import Batch
+from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter
+from specdec.drafters.first_of import FirstOfDrafter
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from specdec.registry.parts import DrafterPart
 from tests import tiny
 from tests.decoding.test_lossless import SHAPES
 from tests.selection import cases
@@ -28,9 +31,18 @@ COMBINATIONS = cases(
 )
 
 
+def smaller(make_target, kernels, dtype="float32"):
+    """A model of one layer with the vocabulary of the others."""
+    return make_target("qwen3", kernels=kernels, dtype=dtype, stored=dtype, **SHAPES["qwen3"] | {"layers": 1})
+
+
+def by_model(env, model):
+    return DraftModelDrafter(DraftModelConfig(model="smaller"), attrs.evolve(env, shared=DraftModel(model=model)))
+
+
 @pytest.fixture(scope="module", params=COMBINATIONS)
 def made(request, checkpoint, make_target):
-    """A language model that drafts with its MTP head or n-grams, and its target."""
+    """A language model that drafts with its MTP head, n-grams or a smaller model, and its target."""
     family, kernels, dtype = request.param
     if kernels not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
@@ -39,6 +51,8 @@ def made(request, checkpoint, make_target):
     def drafter(env):
         if env.target.info.mtp_layers:
             return MtpDrafter(MtpConfig(), env)
+        if dtype == "float32":
+            return by_model(env, smaller(make_target, kernels, dtype))
         return NgramDrafter(NgramConfig(min_order=1))
 
     return tiny.make_lm(checkpoint(family, dtype=dtype, **SHAPES[family]), target, drafter), target
@@ -138,6 +152,28 @@ def test_where_rows_never_vary_each_costs_the_mean():
     for _ in range(50):
         prices.add(4, 2.0)
     assert prices.share(2.0, 4, 2) == pytest.approx(0.5 + 0.75 * 0.5 * 2)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_passes_of_a_draft_model_are_shared(small, make_target, monkeypatch, chained):
+    """Also where the model is part of a chain."""
+    model, shared = smaller(make_target, tiny.kernels_available()[-1]), []
+
+    def drafter(env):
+        if not chained:
+            return by_model(env, model)
+        spec = DrafterSpec(name="smaller", factory=lambda config, env: by_model(env, model))
+        return FirstOfDrafter(None, attrs.evolve(env, shared={"smaller": DrafterPart(spec=spec)}))
+
+    def decode_batch(batch, run=model.decode_batch):
+        shared.append(len(batch))
+        return run(batch)
+
+    monkeypatch.setattr(model, "decode_batch", decode_batch)
+    lm = small(drafter)
+    asked = [Asked([5 + n, 7], {"max_new_tokens": 9, "ignore_eos": True}, 3, 0, None) for n in range(3)]
+    check(lm, lm.target, asked)
+    assert max(shared) == 3
 
 
 class Failing(Drafter):
