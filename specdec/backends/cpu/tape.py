@@ -17,6 +17,7 @@ import bisect
 import ctypes
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -82,7 +83,9 @@ _FIRST_CACHE = 24
 _PER_CACHE = 4  # length and up to three addresses
 _INTEGER = 8  # bytes of a slot
 
-MOST_BATCHES = 32  # recordings of passes over several sequences that are kept, the newest ones
+# Passes over several sequences: recording one takes as long as several passes, and many numbers of rows come seldom.
+OFTEN = 8  # passes with the same numbers of rows before they are recorded
+MOST_BATCHES = 32  # recordings that are kept, those used last
 
 # Torch functions that a recorded pass may call: queries and views of a tensor. A view that turns out to be a copy has
 # an unknown address, so it is refused when a kernel reads it.
@@ -506,7 +509,7 @@ class RecordedPasses:
         self.body = body
         self.hidden_size = hidden_size
         self.recordings: dict[tuple[int, ...], Recording | None] = {}  # by rows of each sequence; None: run eagerly
-        self._once: set[tuple[int, ...]] = set()  # rows of batches that ran once
+        self._seen: Counter[tuple[int, ...]] = Counter()  # rows of batches that ran op by op
         self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
         self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
 
@@ -533,13 +536,15 @@ class RecordedPasses:
             self.recordings[rows] = None
         return self.recordings[rows]
 
-    def add_batch(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
-        """As ``add``, from the second such pass on: many numbers of rows meet only once."""
-        if rows not in self._once:
-            if len(self._once) == 8 * MOST_BATCHES:
-                self._once.clear()
-            self._once.add(rows)
+    def of_batch(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
+        """The recording of a pass over several sequences, made once such passes have come often; None before."""
+        if rows in self.recordings:
+            self.recordings[rows] = recording = self.recordings.pop(rows)  # the last one used is the last in order
+            return recording
+        self._seen[rows] += 1
+        if self._seen[rows] < OFTEN:
             return None
+        self._seen.clear()
         batches = [key for key in self.recordings if len(key) > 1]
         if len(batches) == MOST_BATCHES:
             del self.recordings[batches[0]]
@@ -611,10 +616,8 @@ class RecordedPass(Pass):
 
     def run_batch(self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]]) -> Array:
         passes, bound, rows = self._passes, [self, *others], tuple(map(len, tokens))
-        recording = passes.recordings.get(rows)
-        if recording is None and rows not in passes.recordings:
-            with self._ops.lock.held:
-                recording = passes.add_batch(rows, [one._caches for one in bound])
+        with self._ops.lock.held:
+            recording = passes.of_batch(rows, [one._caches for one in bound])
         for one in bound:
             one._last = None
         if recording is None:

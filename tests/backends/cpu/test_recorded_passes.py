@@ -139,6 +139,14 @@ def pair(make_pair, dtype):
     return make_pair("qwen3_5", dtype)
 
 
+@pytest.fixture(scope="module")
+def recorded_soon():
+    """Passes over several sequences are recorded the second time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tapes, "OFTEN", 2)
+        yield
+
+
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +192,7 @@ def test_any_story_has_the_bits_of_the_ops(pair, data):
 
 
 @given(data=st.data())
-def test_sequences_share_recordings_and_nothing_else(pair, data):
+def test_sequences_share_recordings_and_nothing_else(recorded_soon, pair, data):
     """Passes of one sequence and of several, the commit of each long after other passes began; forks among them."""
     sequences = [pair.state() for _ in range(3)]
     pending = {}
@@ -202,7 +210,6 @@ def test_sequences_share_recordings_and_nothing_else(pair, data):
                     both.truth = pair.eager.restore(pair.eager.snapshot(other.truth), other.truth.needs)
                     both.held.clear()
             elif both.mine.length <= CAPACITY - MAX_ROWS:
-                # a batch is recorded the second time that it has these rows
                 begun[which] = data.draw(tokens_)[: MAX_ROWS if len(group) == 1 else 2]
         poison(pair.recorded)
         outputs = pair.recorded.decode_batch([(sequences[which].mine, chunk) for which, chunk in begun.items()])
