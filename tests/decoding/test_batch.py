@@ -188,6 +188,18 @@ class Failing(Drafter):
         return Draft(tuple(context[-1:] * depth))
 
 
+class Yielding(Failing):
+    """Leaves something else than a pass to the engine."""
+
+    def drafting(self, context, depth):
+        yield "a text"
+
+
+def test_a_drafter_that_yields_no_pass_is_switched_off(small):
+    result = small(lambda env: Yielding()).generate([5, 7], max_new_tokens=4)
+    assert "a draft yielded 'a text'" in result.stats.speculation()["reason"]
+
+
 def test_a_failure_of_one_leaves_the_others_alone(small):
     """A drafter that fails is off for its own sequence; a pass that fails ends its own generation."""
     lm = small(lambda env: Failing())
