@@ -16,10 +16,8 @@ import mlx.core as mx
 from specdec.backends.metal.device import number
 from specdec.backends.metal.kernels import attention, delta
 from specdec.backends.metal.kernels.delta import DeltaInputs
-from specdec.backends.metal.kernels.expert_matvec import expert_matvec
 from specdec.backends.metal.kernels.kernel import Executor
-from specdec.backends.metal.kernels.matvec import matvec
-from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec
+from specdec.backends.metal.kernels.matvec import expert_matvec, matvec
 from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
 
@@ -44,8 +42,6 @@ class OwnKernels:
 
     def product(self, x: mx.array, weight: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
         """``x [T, K] @ w.T``, plus ``residual`` (``[T, N]`` or ``[N]``): ``[T, N]``."""
-        if isinstance(weight, PackedMatrix):
-            return quantised_matvec(x, weight, residual, dtype=dtype, executor=self.executor)
         return matvec(x, weight, residual, dtype=dtype, executor=self.executor)
 
     def expert_product(self, x: mx.array, stack: Matrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
@@ -89,13 +85,13 @@ class OwnPast:
         return delta.flush(base, self.rows, number(kept), executor=self.executor)
 
     def arrays(self) -> list[mx.array]:
-        return [self.rows.k, self.rows.g, self.rows.delta]
+        return list(self.rows)
 
 
 @functools.lru_cache(maxsize=8)
 def _no_rows(key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> delta.DeltaRows:
     made = delta.DeltaRows.none(key_heads, key_dim, value_heads, value_dim)
-    mx.eval(made.k, made.g, made.delta)
+    mx.eval(*made)
     return made
 
 
@@ -160,17 +156,15 @@ class StockPast:
     rows: DeltaInputs
 
     def fold(self, base: mx.array, kept: int) -> mx.array:
-        q, k, v, g, beta = (array[:kept] for array in self.arrays())
-        return updated(base, DeltaInputs(q=q, k=k, v=v, g=g, beta=beta))[1] if kept else base
+        return updated(base, DeltaInputs(*(array[:kept] for array in self.rows)))[1] if kept else base
 
     def arrays(self) -> list[mx.array]:
-        rows = self.rows
-        return [rows.q, rows.k, rows.v, rows.g, rows.beta]
+        return list(self.rows)
 
 
 def updated(state: mx.array, rows: DeltaInputs) -> tuple[mx.array, mx.array]:
     """Run MLX's delta rule; return the result ``[T, Hv, Dv]`` float32 and the matrix after all rows."""
-    inputs = (array.astype(mx.float32)[None] for array in (rows.q, rows.k, rows.v, rows.g, rows.beta))
+    inputs = (array.astype(mx.float32)[None] for array in rows)
     y, after = mx.fast.gated_delta_update(*inputs, state[None])
     return y[0], after[0]
 
