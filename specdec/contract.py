@@ -674,23 +674,24 @@ class Context(Sequence[int]):
         return iter(self._tokens)
 
 
+@attrs.frozen(eq=False)
 class Choosing:
-    """What the tokens of the rows of one pass depend on, beside their logits. ``sampling`` has no processors.
+    """What the tokens of the rows of one pass depend on, beside their logits.
 
     Attributes:
-        sampling: how tokens are chosen.
-        context: the committed tokens.
-        drafted: the tokens after those; row r decides the token after the first ``first + r`` of them.
+        drafted: the tokens after the committed ones; row r decides the token after the first ``first + r`` of them.
+        context: the committed tokens, and how tokens are chosen, without processors.
         first: see above.
     """
 
-    __slots__ = ("context", "drafted", "first", "sampling")
+    drafted: Sequence[int]
+    context: Context
+    first: int = 0
 
-    def __init__(self, drafted: Sequence[int], context: Context, first: int = 0) -> None:
-        self.sampling = context.sampling
-        self.context = context
-        self.drafted = drafted
-        self.first = first
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return self.context.sampling
 
 
 @attrs.frozen

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.measuring import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
 
-SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json and --csv have all
+SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json has all
 SHOWN_MISMATCHES = 5
 
 

@@ -18,7 +18,7 @@ import torch
 from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.metal.arrays import from_host, to_host
 from specdec.backends.metal.device import number
-from specdec.backends.metal.kernel_sets import Past
+from specdec.backends.metal.kernel_sets import KernelSet, Past
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
@@ -107,16 +107,12 @@ class DeltaState:
     raw: mx.array
     kept: int = 0
 
-    def matrix(self) -> mx.array:
-        """The matrix after the kept rows. Lazy."""
-        return self.base if self.past is None else self.past.fold(self.base, self.kept)
-
     def window(self, taps: int) -> mx.array:
         """The last ``taps`` raw rows ``[taps, C]``, oldest first. Lazy."""
         return self.raw[self.kept : self.kept + taps]
 
     def arrays(self) -> list[mx.array]:
-        return [self.base, self.raw, *([] if self.past is None else self.past.arrays())]
+        return [self.base, self.raw, *(self.past or ())]
 
 
 class MetalDeltaCache(MarkedCache):
@@ -125,10 +121,11 @@ class MetalDeltaCache(MarkedCache):
     A pass does not change ``state``; it puts the next state, with all of its rows unfolded, into ``following``.
     """
 
-    def __init__(self, shape: DeltaShape, dtype: mx.Dtype) -> None:
+    def __init__(self, shape: DeltaShape, dtype: mx.Dtype, kernels: KernelSet) -> None:
         super().__init__()
         self.shape = shape
         self.dtype = dtype
+        self.kernels = kernels  # of passes that are not prompts
         self._become(0, None)
 
     def _copied(self) -> DeltaState:
@@ -148,6 +145,11 @@ class MetalDeltaCache(MarkedCache):
         self.following: DeltaState | None = None
         self._rows = 0  # the last pass's
         self._raw: mx.array | None = None
+
+    def matrix(self) -> mx.array:
+        """The matrix after the kept rows ``[Hv, Dv, Dk]`` float32. Lazy."""
+        state = self.state
+        return state.base if state.past is None else self.kernels.fold(state.base, state.past, state.kept)
 
     # --- a pass ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class MetalDeltaCache(MarkedCache):
 
     def save(self) -> dict[str, torch.Tensor]:
         window = self.state.window(self.shape.kernel - 1)
-        return {"state": to_host(self.state.matrix()), "window": to_host(window)}
+        return {"state": to_host(self.matrix()), "window": to_host(window)}
 
     def load(self, arrays: Mapping[str, torch.Tensor], length: int) -> None:
         self._marks = []

@@ -8,27 +8,20 @@ in MLX operations that both sets share.
 from __future__ import annotations
 
 import functools
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import mlx.core as mx
 
 from specdec.backends.metal.device import number
 from specdec.backends.metal.kernels import attention, delta
-from specdec.backends.metal.kernels.delta import DeltaInputs
+from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows
 from specdec.backends.metal.kernels.kernel import Executor
 from specdec.backends.metal.kernels.matvec import expert_matvec, matvec
 from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
-
-class Past(Protocol):
-    """Rows of a delta-rule block that are not folded yet, until the number of kept rows is known."""
-
-    def fold(self, base: mx.array, kept: int) -> mx.array:
-        """Return the matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` rows."""
-
-    def arrays(self) -> list[mx.array]:
-        """The arrays it holds."""
+Past: TypeAlias = DeltaRows | DeltaInputs
+"""Rows of a delta-rule block that are not folded yet, until the number of kept rows is known."""
 
 
 @attrs.frozen(eq=False)
@@ -69,28 +62,18 @@ class OwnKernels:
     ) -> tuple[mx.array, mx.array, Past]:
         """Run a block after the kept rows of the last one; return its result, the matrix before it, and its rows."""
         heads, value_dim, _ = base.shape
-        before = past.rows if isinstance(past, OwnPast) else _no_rows(*rows.k.shape[1:], heads, value_dim)
-        y, state, block = delta.gated_delta(base, before, number(kept), rows, dtype=dtype, executor=self.executor)
-        return y, state, OwnPast(block, self.executor)
+        before = past if isinstance(past, DeltaRows) else _no_rows(*rows.k.shape[1:], heads, value_dim)
+        return delta.gated_delta(base, before, number(kept), rows, dtype=dtype, executor=self.executor)
 
-
-@attrs.frozen(eq=False)
-class OwnPast:
-    """Rows from the own kernel, which are folded without being recomputed."""
-
-    rows: delta.DeltaRows
-    executor: Executor | None
-
-    def fold(self, base: mx.array, kept: int) -> mx.array:
-        return delta.flush(base, self.rows, number(kept), executor=self.executor)
-
-    def arrays(self) -> list[mx.array]:
-        return list(self.rows)
+    def fold(self, base: mx.array, past: Past, kept: int) -> mx.array:
+        """The matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` rows of ``past``."""
+        assert isinstance(past, DeltaRows)
+        return delta.flush(base, past, number(kept), executor=self.executor)
 
 
 @functools.lru_cache(maxsize=8)
-def _no_rows(key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> delta.DeltaRows:
-    made = delta.DeltaRows.none(key_heads, key_dim, value_heads, value_dim)
+def _no_rows(key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> DeltaRows:
+    made = DeltaRows.none(key_heads, key_dim, value_heads, value_dim)
     mx.eval(*made)
     return made
 
@@ -144,22 +127,13 @@ class StockKernels:
     def delta(
         self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
-        state = base if past is None else past.fold(base, kept)
+        state = base if past is None else self.fold(base, past, kept)
         y, _ = updated(state, rows)
-        return y.astype(dtype), state, StockPast(rows)
+        return y.astype(dtype), state, rows
 
-
-@attrs.frozen(eq=False)
-class StockPast:
-    """Rows that are recomputed."""
-
-    rows: DeltaInputs
-
-    def fold(self, base: mx.array, kept: int) -> mx.array:
-        return updated(base, DeltaInputs(*(array[:kept] for array in self.rows)))[1] if kept else base
-
-    def arrays(self) -> list[mx.array]:
-        return list(self.rows)
+    def fold(self, base: mx.array, past: Past, kept: int) -> mx.array:
+        assert isinstance(past, DeltaInputs)
+        return updated(base, DeltaInputs(*(array[:kept] for array in past)))[1] if kept else base
 
 
 def updated(state: mx.array, rows: DeltaInputs) -> tuple[mx.array, mx.array]:

@@ -138,7 +138,7 @@ class MetalOps(Ops):
         return MetalRowCache(capacity, {"rows": (1, dims)}, self.dtype)
 
     def new_delta(self, shape: DeltaShape) -> MetalDeltaCache:
-        return MetalDeltaCache(shape, self.dtype)
+        return MetalDeltaCache(shape, self.dtype, self._few)
 
     # --- dense -----------------------------------------------------------------------------------------------------
 
@@ -329,10 +329,10 @@ class MetalOps(Ops):
         )
         state = cache.state
         if rows > self._max_rows:
-            out, after = updated(state.matrix(), block)
+            out, after = updated(cache.matrix(), block)
             cache.follow_whole(after)
             return out.astype(self.dtype)
-        out, base, past = self._few.delta(state.base, state.past, state.kept, block, dtype=self.dtype)
+        out, base, past = cache.kernels.delta(state.base, state.past, state.kept, block, dtype=self.dtype)
         cache.follow(base, past)
         return out
 
