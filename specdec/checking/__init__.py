@@ -288,7 +288,7 @@ def _record(table: Any, kind: Any) -> Any:
         inner = min((f"{name}.{unknown}" for name in keys if unknown in known_fields(hints.get(name))), default=None)
         match = f" Did you mean {inner!r}?" if inner else did_you_mean(unknown, keys)
         raise Mismatch(text=f"is unknown.{match} {takes}", path=(unknown,))
-    values = {}
+    values: dict[Any, Any] = {}
     for field in fields_of(kind):
         if field.name in keys and field.name in table:
             values[field.alias] = _item(field.name, table[field.name], hints.get(field.name, Any), files=True)
