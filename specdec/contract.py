@@ -620,6 +620,7 @@ def same_depth(drafter: str, depth: int) -> int:
     return depth
 
 
+@attrs.define(eq=False, repr=False)
 class Context(Sequence[int]):
     """A view of the committed tokens, for reading; the last one is pending. Slices are lists.
 
@@ -632,24 +633,13 @@ class Context(Sequence[int]):
             is fixed, it is the one that ``propose`` got.
     """
 
-    __slots__ = ("_seen", "_tokens", "cycle", "depth_of", "draft_noise", "generated_from", "sampling")
-
-    def __init__(
-        self,
-        tokens: list[int],
-        sampling: Sampling | None = None,
-        *,
-        generated_from: int = 0,
-        cycle: int = 0,
-        draft_noise: DraftNoise = DraftNoise.COUPLED,
-    ) -> None:
-        self._tokens = tokens
-        self._seen: Seen | None = None
-        self.sampling = sampling if sampling is not None else Sampling()
-        self.generated_from = generated_from
-        self.cycle = cycle
-        self.draft_noise = draft_noise
-        self.depth_of: Callable[[str, int], int] = same_depth
+    _tokens: list[int]
+    sampling: Sampling = attrs.field(factory=Sampling)
+    generated_from: int = attrs.field(default=0, kw_only=True)
+    cycle: int = attrs.field(default=0, kw_only=True)
+    draft_noise: DraftNoise = attrs.field(default=DraftNoise.COUPLED, kw_only=True)
+    depth_of: Callable[[str, int], int] = attrs.field(default=same_depth, init=False)
+    _seen: Seen | None = attrs.field(default=None, init=False)
 
     def seen(self) -> Seen:
         """The distinct tokens so far; counted once, and then only what is new."""

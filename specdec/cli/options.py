@@ -23,7 +23,7 @@ from click.core import ParameterSource
 from specdec.cli import output
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import ConfigError, PromptError, cut, shown
-from specdec.files.reading import TEXT_LIMIT, open_file
+from specdec.files.reading import TEXT_LIMIT
 
 if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
@@ -294,15 +294,6 @@ def read_text(file: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
-
-
-def check_file(option: str, file: str | pathlib.Path | None) -> None:
-    """Raises: UsageError for something that would have no end, such as a pipe or a device."""
-    if file is not None and os.path.exists(file):
-        try:
-            open_file(file).close()
-        except OSError as error:
-            raise click.UsageError(f"{option}: {str(file)!r} cannot be read: {error.strerror or error}.") from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

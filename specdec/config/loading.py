@@ -15,7 +15,7 @@ import attrs
 
 from specdec.checking import Mismatch, checked, checked_fields, convert, dotted
 from specdec.config.values import PLUGIN_TABLES, RunConfig
-from specdec.errors import ConfigError, PluginError, shown
+from specdec.errors import ConfigError, shown
 from specdec.files.reading import parse_toml, read_text
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
         config_class: an attrs class.
         path: their table, such as ``drafter``; the prefix of keys in error messages.
         source: the file or override they come from, ``Choice.source``.
-    Raises: ConfigError when the options are wrong, PluginError when the class itself cannot be read from TOML.
+    Raises: ConfigError when the options are wrong; TypeError for a class that cannot be read from TOML.
     """
     return structure(options, config_class, tuple(path.split(".")) if path else (), lambda key: source)
 
@@ -194,15 +194,10 @@ def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: C
         path: of the table; the prefix of keys in error messages.
         source: where a key was written.
 
-    Raises: ConfigError that names the first wrong key; PluginError when the class cannot be read from TOML.
+    Raises: ConfigError that names the first wrong key; TypeError for a class that cannot be read from TOML.
     """
     try:
         made: T = convert(data, config_class, files=True)
-    except (TypeError, NameError) as error:
-        raise PluginError(
-            f"{config_class.__module__}.{config_class.__qualname__} cannot be read from TOML: {error}",
-            try_="fields of int, float, bool, str, list, dict, attrs classes, or None beside one of them",
-        ) from error
     except Mismatch as error:
         key = (*path, *error.path)
         place = f"key {dotted(key)}" if key else "the configuration"

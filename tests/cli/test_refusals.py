@@ -27,7 +27,7 @@ BEFORE_LOADING = [
     ("generate --prompt x -s top_p=0.9", "key top_p is unknown. Did you mean 'generation.top_p'?"),
     ("generate --prompt x --stop \udcff", "not valid UTF-8"),
     ("generate --prompt-file /dev/zero", "'/dev/zero' has no end within"),
-    ("accept --trace /dev/zero --drafter ngram", "--trace: '/dev/zero' cannot be read: it is a device"),
+    ("accept --trace /dev/zero --drafter ngram", "the trace cannot be read: it is a device, not a file"),
     ("generate --model demo other/model", "give one model"),
     ("generate /no/such/folder", "there is no folder '/no/such/folder'"),
     ("generate --model model.gguf --prompt x", "GGUF"),

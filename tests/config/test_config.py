@@ -22,7 +22,7 @@ from specdec.config import (
     structure_options,
 )
 from specdec.contract import NoConfig
-from specdec.errors import ConfigError, PluginError
+from specdec.errors import ConfigError
 
 
 @attrs.frozen(kw_only=True)
@@ -208,7 +208,7 @@ def test_unreadable_fields_blame_the_author():
     class Odd:
         thing: Override | complex = 1j
 
-    with pytest.raises((PluginError, ConfigError)):
+    with pytest.raises(TypeError, match="a field of type complex cannot be read from a file"):
         structure_options({"thing": 1}, Odd)
 
 
@@ -217,8 +217,6 @@ def test_validators_work_without_a_file():
         Options(whole=True)
     with pytest.raises(ConfigError, match=r"GenerationConfig\.max_new_tokens takes 1 to 2147483647, got 0"):
         GenerationConfig(max_new_tokens=0)
-    with pytest.raises(ConfigError, match="lower end first"):
-        between(10**5000, 3)
     assert GenerationConfig(stop="END").stop == ("END",)  # not three stop strings
 
 
