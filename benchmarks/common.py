@@ -170,6 +170,14 @@ class Worker:
         self._process.wait()
 
 
+def llama_cpp(python: Path, context: int) -> Worker:
+    """llama.cpp in a process of its own, which answers the requests of ``llama_cpp_peer``.
+
+    ``python`` is that of an environment with llama-cpp-python and numpy; ``context`` counts tokens.
+    """
+    return Worker([python, Path(__file__).with_name("llama_cpp_peer.py"), context, len(os.sched_getaffinity(0))])
+
+
 def call(host: str, method: str, path: str, data: bytes | None = None, timeout: float = 300.0) -> tuple[int, bytes]:
     """Status and body of a server's answer."""
     connection = http.client.HTTPConnection(host, timeout=timeout)

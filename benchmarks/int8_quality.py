@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 import specdec
-from benchmarks.against_llama_cpp import llama_cpp
-from benchmarks.common import Worker, machine, save
+from benchmarks.common import Worker, llama_cpp, machine, save
 
 ARMS = {"float32": ("float32", "float"), "bfloat16": ("bfloat16", "float")}
 ARMS |= {f"{dtype}, int8 activations": (dtype, "int8") for dtype in ARMS}
@@ -43,7 +42,7 @@ def log_probs(target: Any, tokens: list[int]) -> torch.Tensor:
 def theirs(peer: Worker, model: str, tokens: list[int]) -> torch.Tensor:
     """As ``log_probs``, of llama.cpp."""
     with tempfile.TemporaryDirectory() as folder:
-        peer.ask("logits", model, 0, tokens[:-1], f"{folder}/logits.npy")
+        peer.ask("logits", model, tokens[:-1], f"{folder}/logits.npy")
         return torch.from_numpy(np.load(f"{folder}/logits.npy")).log_softmax(-1)
 
 

@@ -214,7 +214,7 @@ def _delta(lab: Lab) -> Case:
         upto = first + rows
         inputs = DeltaInputs(q=q[:upto], k=k[:upto], v=v[:upto] + link, g=g[:upto], beta=beta[:upto])
         out, _, past = kernels.delta(states[copy], None, 0, inputs, dtype=BF16)
-        after = past.fold(states[copy], upto)  # a call that leaves the matrix uncomputed would be cheap
+        after = kernels.fold(states[copy], past, upto)  # a call that leaves the matrix uncomputed would be cheap
         return out[first:] + (after[0, 0, :1] * 0).astype(out.dtype)
 
     return Case(what=f"delta rule {heads} heads of {dim}x{dim}", run=run, moved=nbytes, copies=len(states))

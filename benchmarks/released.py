@@ -9,7 +9,7 @@ MODEL is a GGUF file, a folder or a hub id; ``tools/fetch_models.py`` fetches fo
 every depth take turns on each prompt, with the same weights, after a short run of each that is not counted; DRAFT is a
 draft model for the MODEL called TARGET. ``--transformers`` (needs `gguf` and `accelerate`) decodes the weights to
 float32 there and asks, with our tokens given, which token is the best at every position. ``--peer`` is the Python of an
-environment with llama-cpp-python, gguf and numpy, which decodes the same files plainly. ``--without-times`` leaves
+environment with llama-cpp-python and numpy, which decodes the same files plainly. ``--without-times`` leaves
 times out of the page, for a machine that does other work too. The exit status is 1 if a run differs from plain.
 """
 
@@ -27,8 +27,7 @@ import attrs
 import torch
 
 import specdec
-from benchmarks.against_llama_cpp import llama_cpp
-from benchmarks.common import Tally, machine, median, save
+from benchmarks.common import Tally, llama_cpp, machine, median, save
 from benchmarks.released_page import WITH_DRAFT, page
 from specdec.checkpoints import locate
 from specdec.config import Choice, TargetConfig
@@ -87,7 +86,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
             differing += [f"{name}, {prompt.name}" for name, tokens in answers.items() if tokens != wanted]
             runs, texts = runs + len(arms) - 1, [*texts, (ids, wanted)]
             if theirs is not None:
-                answer = theirs.ask("generate", model, len(wanted), ids)
+                answer = theirs.ask("generate", model, ids, len(wanted))
                 tallies["llama.cpp"].tokens += len(wanted)
                 tallies["llama.cpp"].seconds += answer["seconds"]
                 their_load = answer["load_seconds"]

@@ -623,6 +623,7 @@ def same_depth(drafter: str, depth: int) -> int:
     return depth
 
 
+@attrs.define(eq=False, repr=False)
 class Context(Sequence[int]):
     """A view of the committed tokens, for reading; the last one is pending. Slices are lists.
 
@@ -635,24 +636,13 @@ class Context(Sequence[int]):
             is fixed, it is the one that ``propose`` got.
     """
 
-    __slots__ = ("_seen", "_tokens", "cycle", "depth_of", "draft_noise", "generated_from", "sampling")
-
-    def __init__(
-        self,
-        tokens: list[int],
-        sampling: Sampling | None = None,
-        *,
-        generated_from: int = 0,
-        cycle: int = 0,
-        draft_noise: DraftNoise = DraftNoise.COUPLED,
-    ) -> None:
-        self._tokens = tokens
-        self._seen: Seen | None = None
-        self.sampling = sampling if sampling is not None else Sampling()
-        self.generated_from = generated_from
-        self.cycle = cycle
-        self.draft_noise = draft_noise
-        self.depth_of: Callable[[str, int], int] = same_depth
+    _tokens: list[int]
+    sampling: Sampling = attrs.field(factory=Sampling)
+    generated_from: int = attrs.field(default=0, kw_only=True)
+    cycle: int = attrs.field(default=0, kw_only=True)
+    draft_noise: DraftNoise = attrs.field(default=DraftNoise.COUPLED, kw_only=True)
+    depth_of: Callable[[str, int], int] = attrs.field(default=same_depth, init=False)
+    _seen: Seen | None = attrs.field(default=None, init=False)
 
     def seen(self) -> Seen:
         """The distinct tokens so far; counted once, and then only what is new."""
@@ -677,23 +667,24 @@ class Context(Sequence[int]):
         return iter(self._tokens)
 
 
+@attrs.frozen(eq=False)
 class Choosing:
-    """What the tokens of the rows of one pass depend on, beside their logits. ``sampling`` has no processors.
+    """What the tokens of the rows of one pass depend on, beside their logits.
 
     Attributes:
-        sampling: how tokens are chosen.
-        context: the committed tokens.
-        drafted: the tokens after those; row r decides the token after the first ``first + r`` of them.
+        drafted: the tokens after the committed ones; row r decides the token after the first ``first + r`` of them.
+        context: the committed tokens, and how tokens are chosen, without processors.
         first: see above.
     """
 
-    __slots__ = ("context", "drafted", "first", "sampling")
+    drafted: Sequence[int]
+    context: Context
+    first: int = 0
 
-    def __init__(self, drafted: Sequence[int], context: Context, first: int = 0) -> None:
-        self.sampling = context.sampling
-        self.context = context
-        self.drafted = drafted
-        self.first = first
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return self.context.sampling
 
 
 @attrs.frozen

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 # Characters of an error with all its facts, whatever a file, a user or a plugin put into it. With the name of its
 # class, which a traceback and the command line put before it, it has at most 2,000.
 MESSAGE_LIMIT = 1900
-_FACTS = 12  # facts that are kept
-_LABEL = 24  # characters of a label
 _SHOWN = 200  # characters of a value
 _COMPARED = 1000  # names, at most, that one is compared with
 
@@ -35,21 +33,16 @@ class SpecdecError(Exception):
     tokens: tuple[int, ...] = ()
 
     def __init__(self, message: str, **facts: object) -> None:
-        given = {_label(label): _text(value) for label, value in facts.items() if value is not None}
-        kept = dict(list(given.items())[:_FACTS]) | {label: given[label] for label in ("try",) if label in given}
-        labels = len(kept) * (_LABEL + len("\n  : "))  # padded to the longest
-        self.message, *values = _fitted([_text(message), *kept.values()], MESSAGE_LIMIT - labels)
-        self.facts = dict(zip(kept, values, strict=True))
+        given = {label.strip("_").replace("_", " "): value for label, value in facts.items() if value is not None}
+        labels = len(given) * (max(map(len, given), default=0) + len("\n  : "))  # padded to the longest
+        self.message, *values = _fitted([_text(message), *map(_text, given.values())], MESSAGE_LIMIT - labels)
+        self.facts = dict(zip(given, values, strict=True))
         super().__init__(self.message)
 
     def __str__(self) -> str:
         width = max((len(label) for label in self.facts), default=0) + 1
         lines = [f"  {label + ':':<{width}} {value}" for label, value in self.facts.items()]
         return "\n".join([self.message, *lines])
-
-
-def _label(label: str) -> str:
-    return _text(label.strip("_").replace("_", " ")).replace("\n", " ")[:_LABEL]
 
 
 def _text(value: object) -> str:

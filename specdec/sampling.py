@@ -13,6 +13,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from specdec.contract import Choosing, Context, DraftNoise, Logits, Sampling
@@ -247,6 +248,7 @@ def _log_sum(row: Float64) -> float:
     return float(best + np.log(np.exp(row - best).sum()))
 
 
+@attrs.frozen(eq=False)
 class CoupledDraft:
     """Chooses draft tokens by ``draft_token`` where those are point masses: what a target may do on its device.
 
@@ -254,10 +256,7 @@ class CoupledDraft:
     where no token is allowed; if that is the settings' fault, the target's own row says so.
     """
 
-    __slots__ = ("context",)
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    context: Context
 
     def __call__(self, logits: Logits, drafted: Sequence[int]) -> int | None:
         try:

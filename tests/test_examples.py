@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from specdec.config import load_config, structure_choice
+from specdec.config import load_config, structure_options
 from specdec.contract import Context, DrafterEnv, NoConfig, Sampling
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
@@ -123,7 +123,9 @@ def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
     name = {"drafter": "echo", "verifier": "top", "depth": "streak"}[table]
     choice = getattr(load_config(None, [f"{table}.name={name}", f"{table}.{option}=0"]), table)
     with pytest.raises(ConfigError, match=rf"{table}\.{option}"):
-        structure_choice(choice, getattr(registry, {"depth": "depth_policy"}.get(table, table))(name).config, table)
+        structure_options(
+            choice.options, getattr(registry, {"depth": "depth_policy"}.get(table, table))(name).config, table
+        )
 
 
 # --- what the tutorials say about the kit -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.backends import Backend
 from specdec.config import Choice
 from specdec.contract import BackendSpec
-from specdec.errors import ContractError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.registry import Kind, calling, reason, registry
 
 
@@ -62,10 +62,4 @@ def make_backend(
     config = registry().options(spec, Choice(name, options or {}, source=source), "target.backend_options")
     with calling(spec, "factory"):
         backend: Backend = spec.factory(config)
-        lacking = sorted(Backend.__annotations__.keys() - set(dir(backend)))
-        if lacking:
-            raise ContractError(
-                f"the backend {spec.name!r} is a {type(backend).__name__} without {', '.join(lacking)}",
-                takes="what specdec.backends.Backend lists",
-            )
     return backend, (*notices, *backend.notices)

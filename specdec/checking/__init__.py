@@ -9,7 +9,6 @@ From a caller come types that a file lacks, and they are taken when nothing is l
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
 import enum
 import functools
 import inspect
@@ -34,48 +33,31 @@ _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence
 _ANY_ORDER = (set, frozenset, AbstractSet, collections.abc.Iterable, collections.abc.Collection)
 
 
-@attrs.frozen
-class Problem:
-    """What is wrong at one path.
-
-    Attributes:
-        takes: what the place takes instead of ``got``.
-        text: what is wrong, where that is not the type.
-    """
-
-    path: tuple[str, ...]
-    takes: str = ""
-    got: object = None
-    hint: str | None = None
-    text: str = ""
-
-    def sentence(self, as_text: Callable[[object], str] = typed) -> str:
-        """What follows the place in a sentence."""
-        return self.text or f"takes {self.takes}, got {as_text(self.got)}"
-
-    def inside(self, place: str) -> Problem:
-        """The problem of a value that holds this one's."""
-        return attrs.evolve(self, path=(place, *self.path))
-
-
 def dotted(path: Sequence[str]) -> str:
     """``("generation", "stop", "[0]")`` as ``generation.stop[0]``."""
     return ".".join(path).replace(".[", "[")
 
 
+@attrs.define
 class Mismatch(Exception):
-    """A value that cannot be converted, or several inside one value: ``problems``."""
+    """A value that cannot be converted.
 
-    def __init__(self, takes: str, got: object = None, hint: str | None = None) -> None:
-        self.problems = [Problem((), takes, got, hint)]
-        super().__init__(takes)
+    Attributes:
+        takes: what its place takes instead of ``got``.
+        hint: what would work.
+        text: what is wrong, where that is not the type.
+        path: where it is inside the value that was to be converted.
+    """
 
-    @classmethod
-    def of(cls, problems: Iterable[Problem]) -> Mismatch:
-        """Several at once."""
-        made = cls("")
-        made.problems = list(problems)
-        return made
+    takes: str = ""
+    got: object = None
+    hint: str | None = None
+    text: str = attrs.field(default="", kw_only=True)
+    path: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+
+    def sentence(self) -> str:
+        """What follows the place in a sentence."""
+        return self.text or f"takes {self.takes}, got {typed(self.got)}"
 
 
 def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
@@ -84,8 +66,6 @@ def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
     A class with a method ``from_table`` converts a table by itself, in files and in programs.
     Raises: Mismatch; TypeError for a kind that a file cannot hold.
     """
-    if type(kind) is type and kind in _PLAIN:
-        return _PLAIN[kind](value)
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if kind is Any or kind is object or isinstance(kind, TypeVar):
         return value
@@ -106,45 +86,23 @@ def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
     if hasattr(origin, "from_table"):
         return value if isinstance(value, origin) else _built(lambda: origin.from_table(value))
     if files:
-        if inspect.isclass(origin) and (attrs.has(origin) or dataclasses.is_dataclass(origin)):
+        if inspect.isclass(origin) and attrs.has(origin):
             return _record(value, origin)
-        raise TypeError(f"a value of type {getattr(kind, '__name__', kind)} cannot be written in a file")
+        named = getattr(kind, "__name__", kind)
+        takes = "int, float, bool, str, list, dict, attrs classes, or None beside one of them"
+        raise TypeError(f"a field of type {named} cannot be read from a file: it takes {takes}")
     if inspect.isclass(kind) and not isinstance(value, kind):
         raise Mismatch(f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}", value)
     return value
 
 
-def error_of(
-    problems: Sequence[Problem],
-    error_class: type[SpecdecError],
-    sentence: Callable[[Problem], str],
-    several: str,
-    **facts: object,
-) -> SpecdecError:
-    """The error that names every problem, each on its line; ``several`` says what they are problems of."""
-    if len(problems) == 1:
-        return error_class(sentence(problems[0]), **facts, try_=problems[0].hint)
-    lines = (f"{sentence(problem)}{f' (try: {problem.hint})' if problem.hint else ''}" for problem in problems)
-    numbered: dict[str, object] = {str(number): line for number, line in enumerate(lines, start=1)}
-    return error_class(f"{len(problems)} {several} cannot be used", **numbered)
-
-
-class _Inside:
-    """Converts the items of a value, and raises at the end what was wrong with all of them."""
-
-    def __init__(self, files: bool) -> None:
-        self._files = files
-        self.problems: list[Problem] = []
-
-    def convert(self, place: str, value: Any, kind: Any) -> Any:
-        try:
-            return convert(value, kind, files=self._files)
-        except Mismatch as error:
-            self.problems += [problem.inside(place) for problem in error.problems]
-
-    def check(self) -> None:
-        if self.problems:
-            raise Mismatch.of(self.problems)
+def _item(place: str, value: Any, kind: Any, *, files: bool) -> Any:
+    """``convert`` for what stands at ``place`` in another value."""
+    try:
+        return convert(value, kind, files=files)
+    except Mismatch as error:
+        error.path = (place, *error.path)
+        raise
 
 
 # --- single values ---------------------------------------------------------------------------------------------------
@@ -244,22 +202,20 @@ def _of_union(value: Any, members: Sequence[Any], files: bool) -> Any:
     """The first member that takes the value wins. ``None`` means an omitted key."""
     if value is None and type(None) in members:
         return None
-    takes: list[Problem] = []
-    inside: list[Mismatch] = []
+    wrong: list[Mismatch] = []
     for member in members:
         if member is not type(None):
             try:
                 return convert(value, member, files=files)
             except Mismatch as error:
-                if any(problem.path or problem.text for problem in error.problems):
-                    inside.append(error)
-                else:
-                    takes += error.problems
-    if len(inside) == 1 or (inside and not takes):  # one member has the value's shape: what is wrong is inside
+                wrong.append(error)
+    inside = [error for error in wrong if error.path or error.text]
+    if len(inside) == 1 or len(inside) == len(wrong):  # one member has the value's shape: what is wrong is inside
         raise inside[0]
-    *others, last = dict.fromkeys(problem.takes for problem in takes)
-    hint = takes[0].hint if len(takes) == 1 else None
-    raise Mismatch(f"{', '.join(others)} or {last}" if others else last, value, hint)
+    others = [error for error in wrong if error not in inside]
+    *firsts, last = dict.fromkeys(error.takes for error in others)
+    hint = others[0].hint if len(others) == 1 else None
+    raise Mismatch(f"{', '.join(firsts)} or {last}" if firsts else last, value, hint)
 
 
 # --- values with items -----------------------------------------------------------------------------------------------
@@ -275,10 +231,8 @@ def _collection(value: Any, origin: Any, inner: Sequence[Any], files: bool) -> A
     else:
         kinds = [inner[0] if inner else Any] * len(values)
     if set(kinds) != {int} or not set(map(type, values)) <= {int}:  # a long prompt need not be read one by one
-        items = _Inside(files)
         pairs = enumerate(zip(values, kinds, strict=True))
-        values = [items.convert(f"[{index}]", item, kind) for index, (item, kind) in pairs]
-        items.check()
+        values = [_item(f"[{index}]", item, kind, files=files) for index, (item, kind) in pairs]
     return origin(values) if origin in (tuple, frozenset, set) else values
 
 
@@ -301,11 +255,10 @@ def items_of(value: Any, *, any_order: bool = False) -> list[Any]:
 def _mapping(value: Any, key_kind: Any, value_kind: Any, *, files: bool) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise Mismatch("a table", value)
-    items, converted = _Inside(files), {}
+    converted = {}
     for key, item in value.items():
         place = f"[{key}]" if isinstance(key, int) else key if isinstance(key, str) else shown(key, 60)
-        converted[items.convert(place, key, key_kind)] = items.convert(place, item, value_kind)
-    items.check()
+        converted[_item(place, key, key_kind, files=files)] = _item(place, item, value_kind, files=files)
     return converted
 
 
@@ -316,43 +269,34 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 
 def known_fields(kind: Any) -> list[str]:
-    """The keys of a table with the fields of an attrs class or dataclass; none of another kind."""
+    """The keys of a table with the fields of an attrs class; none of another kind."""
     return [field.name for field in fields_of(kind) if field.init and field.metadata.get("key", True)]
 
 
-def fields_of(kind: Any) -> Sequence[Any]:
-    """The fields of an attrs class or dataclass that does not convert tables by itself; none of another kind."""
-    if not inspect.isclass(kind) or hasattr(kind, "from_table"):
-        return ()
-    return attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+def fields_of(kind: Any) -> Sequence[attrs.Attribute[Any]]:
+    """The fields of an attrs class that does not convert tables by itself; none of another kind."""
+    return attrs.fields(kind) if inspect.isclass(kind) and attrs.has(kind) and not hasattr(kind, "from_table") else ()
 
 
 def _record(table: Any, kind: Any) -> Any:
-    """An object of an attrs class or dataclass, from a table with its fields."""
+    """An object of an attrs class, from a table with its fields."""
     keys = known_fields(kind)
     if not isinstance(table, Mapping):
         raise Mismatch("a table", table, f"{keys[0]} = ... inside the table" if keys else None)
     hints = hints_of(kind)
-    values, items = {}, _Inside(files=True)
+    takes = f"Known keys: {', '.join(keys)}." if keys else "There are no options."
+    unknown = min(map(str, table.keys() - set(keys)), default=None)
+    if unknown is not None:
+        inner = min((f"{name}.{unknown}" for name in keys if unknown in known_fields(hints.get(name))), default=None)
+        match = f" Did you mean {inner!r}?" if inner else did_you_mean(unknown, keys)
+        raise Mismatch(text=f"is unknown.{match} {takes}", path=(unknown,))
+    values: dict[Any, Any] = {}
     for field in fields_of(kind):
         if field.name in keys and field.name in table:
-            name = getattr(field, "alias", field.name)
-            values[name] = items.convert(field.name, table[field.name], hints.get(field.name, field.type or Any))
-        elif field.name in keys and is_required(field):
-            items.problems.append(Problem((field.name,), text="is required and missing"))
-    takes = f"Known keys: {', '.join(keys)}." if keys else "There are no options."
-    inner = {key: f"{name}.{key}" for name in keys for key in known_fields(hints.get(name))}
-    for key in sorted(map(str, table.keys() - set(keys))):
-        match = f" Did you mean {inner[key]!r}?" if key in inner else did_you_mean(key, keys)
-        items.problems.append(Problem((key,), text=f"is unknown.{match} {takes}"))
-    items.check()
+            values[field.alias] = _item(field.name, table[field.name], hints.get(field.name, Any), files=True)
+        elif field.name in keys and field.default is attrs.NOTHING:
+            raise Mismatch(text="is required and missing", path=(field.name,))
     return _built(lambda: kind(**values))
-
-
-def is_required(field: Any) -> bool:
-    """Whether a field of an attrs class or dataclass has no default."""
-    missing = (attrs.NOTHING, dataclasses.MISSING)
-    return field.default in missing and getattr(field, "default_factory", dataclasses.MISSING) is dataclasses.MISSING
 
 
 def _built(make: Callable[[], Any]) -> Any:
@@ -362,11 +306,11 @@ def _built(make: Callable[[], Any]) -> Any:
     except Mismatch:
         raise
     except FieldError as error:
-        raise Mismatch.of([Problem((error.field,), error.takes, error.got, error.facts.get("try"))]) from error
+        raise Mismatch(error.takes, error.got, error.facts.get("try"), path=(error.field,)) from error
     except Exception as error:  # a class's own validator: its text is more specific
         # attrs' own validators append the field and its settings to the message
         text = str(error if isinstance(error, ConfigError) or not error.args else error.args[0])
-        raise Mismatch.of([Problem((), text=f"cannot be used: {text or type(error).__name__}")]) from error
+        raise Mismatch(text=f"cannot be used: {text or type(error).__name__}") from error
 
 
 # --- arguments and fields --------------------------------------------------------------------------------------------
@@ -375,8 +319,8 @@ def _built(make: Callable[[], Any]) -> Any:
 def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Convert a function's arguments to their annotated types, as strictly as the keys of a configuration.
 
-    The function raises ``error_class`` that names every wrong argument, what was got and what would work. A missing or
-    an unknown argument is Python's own TypeError.
+    The function raises ``error_class`` that names the first wrong argument, what was got and what would work. A missing
+    or an unknown argument is Python's own TypeError.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -390,23 +334,16 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 return function(*args, **kwargs)  # Python's own TypeError, with the function's name
-            wrong: list[Problem] = []
             kinds = hints_of(function)
             for name in named:
                 if name in bound.arguments and name in kinds:
                     try:
                         bound.arguments[name] = convert(bound.arguments[name], kinds[name])
                     except Mismatch as error:
-                        wrong += [problem.inside(name) for problem in error.problems]
-                    except Exception as error:  # noqa: BLE001 - of the caller's object: a sequence that raises
-                        wrong.append(Problem((name,), text=f"cannot be used: {described(error)}"))
-            if wrong:
-                raise error_of(
-                    wrong,
-                    error_class,
-                    lambda one: f"argument {dotted(one.path)} {_in_words(one.sentence())}",
-                    "arguments",
-                )
+                        text = f"argument {dotted((name, *error.path))} {_in_words(error.sentence())}"
+                        raise error_class(text, try_=error.hint) from None
+                    except Exception as error:  # of the caller's object: a sequence that raises
+                        raise error_class(f"argument {name} cannot be used: {described(error)}") from error
             return function(*bound.args, **bound.kwargs)
 
         return call
@@ -434,12 +371,11 @@ def _strict(field: attrs.Attribute[Any]) -> Any:
         try:
             return convert(own(value), hints_of(owner.__class__)[field.name])
         except Mismatch as error:
-            first = error.problems[0]
-            name = dotted((field.name, *first.path))
-            if first.takes:
-                raise FieldError(owner, name, _in_words(first.takes), first.got, try_=first.hint) from None
-            text = f"{type(owner).__name__}.{name} {_in_words(first.sentence())}"
-            raise ConfigError(text, try_=first.hint) from error
+            name = dotted((field.name, *error.path))
+            if error.takes:
+                raise FieldError(owner, name, _in_words(error.takes), error.got, try_=error.hint) from None
+            text = f"{type(owner).__name__}.{name} {_in_words(error.sentence())}"
+            raise ConfigError(text, try_=error.hint) from error
         except Exception as error:  # of a field's own converter
             raise ConfigError(f"{type(owner).__name__}.{field.name} cannot be used: {described(error)}") from error
 
@@ -458,15 +394,7 @@ class FieldError(ConfigError):
 
 
 def between(low: float, high: float) -> Validator:
-    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool.
-
-    Raises: ConfigError when an end is not a number, or ``low`` is above ``high``.
-    """
-    for end in (low, high):
-        if type(end) not in (int, float) or end != end:
-            raise ConfigError(f"between() takes two numbers, got {shown(end)}")
-    if low > high:
-        raise ConfigError(f"between() takes the lower end first, got {shown(low)} and {shown(high)}")
+    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool."""
     whole = type(low) is int and type(high) is int
 
     def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
@@ -478,12 +406,7 @@ def between(low: float, high: float) -> Validator:
 
 
 def one_of(*choices: str) -> Validator:
-    """An attrs validator for a fixed set of words; the error suggests the nearest one.
-
-    Raises: ConfigError when the choices are not strings, or there are none.
-    """
-    if not choices or not all(isinstance(choice, str) for choice in choices):
-        raise ConfigError(f"one_of() takes one string or more, got {shown(choices)}")
+    """An attrs validator for a fixed set of words; the error suggests the nearest one."""
     *others, last = (repr(choice) for choice in choices)
     takes = f"{', '.join(others)} or {last}" if others else last
 

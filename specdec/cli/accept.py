@@ -12,7 +12,7 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import PATH, SAMPLING, check_file, configured, integer, interruptible, refuse
+from specdec.cli.options import PATH, SAMPLING, configured, integer, interruptible, refuse
 from specdec.cli.run_report import acceptance_table
 from specdec.config import Choice, Override, RunConfig
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.measuring import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
 
-SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json and --csv have all
+SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json has all
 SHOWN_MISMATCHES = 5
 
 
@@ -123,7 +123,6 @@ def _judge_traffic(
     ctx: click.Context, config: RunConfig, trace_file: pathlib.Path, depth: int, *, as_json: bool
 ) -> None:
     """``accept --trace``."""
-    check_file("--trace", trace_file)
     why = "with --trace no model runs, and the prompts are the file's."
     refuse(_OF_A_MODEL, why)
     for override in map(Override.parse, ctx.params["settings"]):

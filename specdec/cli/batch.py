@@ -13,7 +13,17 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import check_writable
-from specdec.cli.options import FILE, PATH, are_messages, chat_option, configured, ignore_eos, integer, interruptible
+from specdec.cli.options import (
+    FILE,
+    PATH,
+    are_messages,
+    chat_option,
+    configured,
+    ignore_eos,
+    integer,
+    interruptible,
+    load_model,
+)
 from specdec.config import RunConfig
 from specdec.errors import PromptError, UnsupportedError
 
@@ -51,10 +61,7 @@ def batch(
     if file is not None and file.exists() and file.samefile(prompts_file):
         raise UnsupportedError("the results would replace the prompts", file=file, try_="another file for -o")
     load_prompts(prompts_file)  # a mistake in it comes before the load
-    import specdec
-
-    with output.status(f"loading {config.target.model}"):
-        lm = specdec.load(config=config)
+    lm = load_model(config)
     messages = are_messages(lm, chat)
     prompts = [prompt for group in load_prompts(prompts_file, chat=messages).values() for prompt in group]
     encoded = [prompt.encode(lm.tokenizer) for prompt in prompts]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, TEXT, configured, interruptible, whole_number
+from specdec.cli.options import FILE, TEXT, configured, interruptible, load_model, whole_number
 from specdec.cli.run_report import promise, speculation_line
 from specdec.config import Override, RunConfig
 from specdec.errors import ConfigError, PromptError, SpecdecError, did_you_mean, shown
@@ -46,15 +46,13 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     run through the model. A line that ends with a backslash continues on the next; /help lists the commands. Ctrl-C
     stops an answer and keeps it; Ctrl-D (end of input) quits.
     """
-    import specdec
     from specdec.decoding.conversation import Conversation
 
     try:
         template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
     except ConfigError as error:
         raise ConfigError("--template takes KEY=VALUE, such as enable_thinking=false", got=shown(variables)) from error
-    with output.status(f"loading {config.target.model}"):
-        lm = specdec.load(config=config)
+    lm = load_model(config)
     conversation = Conversation(lm, system=system, template=template)
     if load_file is not None:
         conversation.load(_path(load_file))

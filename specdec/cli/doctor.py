@@ -10,7 +10,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, integer, settings_option
+from specdec.cli.options import FILE, integer, refuse, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError, UnsupportedError
@@ -45,10 +45,8 @@ def doctor(
 
     The exit status is 1 if a backend that promises equal bits gave different ones.
     """
-    options = {"-s": bool(settings), "--context": context is not None}
-    if model is None and (unused := [name for name, given in options.items() if given]):
-        need = "needs" if len(unused) == 1 else "need"
-        raise click.UsageError(f"{' and '.join(unused)} {need} a MODEL: specdec doctor demo {unused[0]} ...")
+    if model is None:
+        refuse(("settings", "context"), "it needs a MODEL, such as demo.")
     config = None if model is None else _config(model, settings)
 
     if clear_weights:

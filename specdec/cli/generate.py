@@ -6,6 +6,8 @@ import collections
 import functools
 import itertools
 import pathlib
+import shlex
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +18,23 @@ from specdec.cli import output
 from specdec.cli.measuring import check_writable, plain_milliseconds
 from specdec.cli.options import (
     ESCAPED,
-    EXTRA_ARGUMENTS,
+    FILE,
     PATH,
     SAMPLE_PROMPT,
     SAMPLE_SETTINGS,
     TEXT,
-    PromptOptions,
+    are_messages,
+    chat_option,
     configured,
     ignore_eos,
     interruptible,
-    prompted,
+    load_model,
     read_text,
+    whole_number,
 )
 from specdec.cli.run_report import FEWEST_COMPARED, report, three_lines
 from specdec.config import GenerationConfig, RunConfig
-from specdec.errors import UnsupportedError
+from specdec.errors import PromptError, UnsupportedError, cut, shown
 
 if TYPE_CHECKING:
     from specdec.contract import CycleRecord
@@ -44,8 +48,12 @@ COMPARED_RUNS = 3  # of each kind, with --compare; the fastest counts
 QUICK_S = 2.0  # a generation that takes longer is compared with one of each kind
 
 
-@click.command(context_settings=EXTRA_ARGUMENTS)
-@prompted
+@click.command(context_settings={"allow_extra_args": True})
+@click.option("-p", "--prompt", "text", type=TEXT, help="What to answer or continue; without it, text piped in.")
+@click.option("--prompt-file", metavar="FILE", type=FILE, help="A UTF-8 file with the prompt; - for stdin.")
+@click.option("--prompt-tokens", "token_ids", metavar="1,2,3", help="Token ids to continue.")
+@chat_option
+@click.option("--system", metavar="TEXT", type=TEXT, help="A system message; implies --chat.")
 @configured()
 @click.option(
     "--stop", multiple=True, type=ESCAPED, metavar="S", help=r"End before this string, such as '\n'; may be repeated."
@@ -62,8 +70,12 @@ QUICK_S = 2.0  # a generation that takes longer is compared with one of each kin
 @click.pass_context
 def generate(
     ctx: click.Context,
-    prompt_options: PromptOptions,
     config: RunConfig,
+    text: str | None,
+    prompt_file: str | None,
+    token_ids: str | None,
+    chat: bool | None,
+    system: str | None,
     prediction_file: pathlib.Path | None,
     stats: bool,
     compare: bool,
@@ -92,7 +104,14 @@ def generate(
     --trace appends the prompt, every draft and what was committed to FILE; specdec accept --trace judges other drafters
     on it.
     """
-    prompt = prompt_options.read(config)
+    if ctx.args:
+        hint = f"Did you mean --prompt {shlex.quote(cut(ctx.args[0], 100))}?"
+        raise click.UsageError(f"Got unexpected extra argument {shown(ctx.args[0])}. {hint}")
+    if chat is False and system is not None:
+        raise click.UsageError("--raw and --system: a system message needs the chat template.")
+    if token_ids is not None and (chat or system is not None):
+        raise click.UsageError("--chat and --system take text, not --prompt-tokens.")
+    prompt = _prompt(config, text, prompt_file, token_ids)
     sample = prompt is SAMPLE_PROMPT
     if sample:
         config = attrs.evolve(config, generation=sample_settings(config.generation))
@@ -103,15 +122,18 @@ def generate(
     if html_file is not None:
         check_writable(html_file)
 
-    import specdec
     from specdec.serving.page import ALTERNATIVES
 
-    with output.status(f"loading {config.target.model}"):
-        lm = specdec.load(config=config)
+    lm = load_model(config)
     recorded: list[CycleRecord] = []
     if html_file is not None and config.generation.logprobs is None:
         settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
-    tokens = prompt_options.in_template(lm, prompt)
+    tokens = prompt
+    if isinstance(prompt, str) and are_messages(lm, chat if system is None else True):
+        if not prompt:  # the template would make a prompt of it
+            raise PromptError("the prompt is empty")
+        before = [] if system is None else [{"role": "system", "content": system}]
+        tokens = lm.tokenizer.encode_messages([*before, {"role": "user", "content": prompt}])
     stream = lm.stream(tokens, **settings)
     trace = None
     colours = None if as_json or not output.coloured() else Colours(lm.tokenizer)
@@ -160,6 +182,47 @@ def generate(
         )
     if data["finish_reason"] == "interrupted":
         ctx.exit(output.INTERRUPTED)
+
+
+def _prompt(config: RunConfig, text: str | None, file: str | None, token_ids: str | None) -> str | list[int]:
+    """The prompt, or what is piped in; ``SAMPLE_PROMPT`` if the embedded model gets neither.
+
+    Raises: CheckpointError for a model that is not there, UsageError for no prompt or several, PromptError for an
+        unreadable one.
+    """
+    from specdec.checkpoints.locate import is_hub_id, locate
+    from specdec.registry import Kind, registry
+
+    model, backends = config.target.model, [entry.spec.name for entry in registry().entries(Kind.BACKEND)]
+    ours = config.target.backend in ("auto", *backends)  # another engine reads target.model as it likes
+    if ours and not is_hub_id(model):
+        locate(model)  # a mistake in its path comes first
+    options = {"--prompt": text, "--prompt-file": file, "--prompt-tokens": token_ids}
+    given = [option for option, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)}: give one prompt only.")
+    if token_ids is not None:
+        return _token_ids(token_ids)
+    if file is not None:
+        return read_text(file)
+    if text is None and not sys.stdin.isatty():
+        text = read_text("-") or None
+    if text is None and model != "demo":
+        raise click.UsageError(f"Give {model} a prompt: --prompt, --prompt-file, --prompt-tokens or standard input.")
+    return SAMPLE_PROMPT if text is None else text
+
+
+def _token_ids(text: str) -> list[int]:
+    tokens = []  # an empty list gets the model's error for an empty prompt
+    for number, word in enumerate(text.split(",") if text.strip() else [], start=1):
+        token = whole_number(word.strip())
+        if token is None:
+            raise PromptError(
+                f"--prompt-tokens: number {number} is {shown(word.strip())}, and a token id is a whole number from 0",
+                try_="--prompt-tokens 1,2,3",
+            )
+        tokens.append(token)
+    return tokens
 
 
 def _how_prompted(lm: LanguageModel, prompt: str | list[int], tokens: str | list[int]) -> str:

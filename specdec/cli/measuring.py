@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, PATH, Command, add_options, integer, interruptible
+from specdec.cli.options import FILE, PATH, Command, add_options, integer, interruptible, load_model
 from specdec.cli.report_page import ReportPage
 from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
@@ -79,10 +79,7 @@ def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: 
 
     ``first`` describes the work before the first generation; ``silent`` hides the progress bar.
     """
-    import specdec
-
-    with output.status(f"loading {config.target.model}"):
-        lm = specdec.load(config=config)
+    lm = load_model(config)
     with output.progress(first, silent=silent) as advance:
         measurement = make(lm, progress=advance, model=config.target.model)
         with interruptible(measurement):
@@ -127,7 +124,10 @@ def finish(
     if lost is not None and not report.broken_promise:
         raise lost
     if report.broken_promise:
-        output.broken_promise(ctx, changed if lost is None else f"{changed} ({lost.message})")
+        promised = "the verifier promises the tokens of plain decoding and the backend its bits"
+        log_lost = "" if lost is None else f" ({lost.message})"
+        click.echo(f"{promised}, and {changed}{log_lost}: this is a bug", err=True)
+        ctx.exit(output.BROKEN_PROMISE)
     if report.partial:
         output.interrupted(ctx, f"this covers {done}")
 

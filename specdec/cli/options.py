@@ -1,4 +1,4 @@
-"""Options shared by several commands, resolved into a configuration and a prompt; and Ctrl-C."""
+"""Options shared by several commands, resolved into a configuration; reading of text; and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ import attrs
 import click
 from click.core import ParameterSource
 
+from specdec.cli import output
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import ConfigError, PromptError, cut, shown
-from specdec.files.reading import TEXT_LIMIT, open_file
+from specdec.files.reading import TEXT_LIMIT
 
 if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
@@ -173,7 +174,7 @@ def configured(
             if source is not None and file is None:
                 if options["model"] is not None:
                     raise click.UsageError(f"{source!r} and --model: give one model.")
-                if "prompt_options" in options and re.search(r"\s", source) and not os.path.exists(source):
+                if "token_ids" in options and re.search(r"\s", source) and not os.path.exists(source):
                     raise click.UsageError(
                         f"There is no model {shown(source)}. Did you mean --prompt {shlex.quote(cut(source, 100))}?"
                     )
@@ -257,72 +258,15 @@ def refuse(names: Iterable[str], why: str) -> None:
             raise click.UsageError(f"{option}: {why}")
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+def load_model(config: RunConfig) -> LanguageModel:
+    """Load the model, with a spinner. Raises: SpecdecError."""
+    import specdec
+
+    with output.status(f"loading {config.target.model}"):
+        return specdec.load(config=config)
 
 
-PROMPT_OPTIONS = ("prompt", "prompt_file", "prompt_tokens", "chat", "system")
-
-
-@attrs.frozen
-class PromptOptions:
-    """The values of ``PROMPT_OPTIONS``."""
-
-    text: str | None
-    file: str | None
-    tokens: str | None
-    chat: bool | None
-    system: str | None
-
-    def read(self, config: RunConfig) -> str | list[int]:
-        """The prompt, or what is piped in; ``SAMPLE_PROMPT`` if the embedded model gets neither.
-
-        Raises: CheckpointError for a model that is not there, UsageError for no prompt or several, PromptError for an
-            unreadable one.
-        """
-        if self.chat is False and self.system is not None:
-            raise click.UsageError("--raw and --system: a system message needs the chat template.")
-        from specdec.checkpoints.locate import is_hub_id, locate
-        from specdec.registry import Kind, registry
-
-        model, backends = config.target.model, [entry.spec.name for entry in registry().entries(Kind.BACKEND)]
-        ours = config.target.backend in ("auto", *backends)  # another engine reads target.model as it likes
-        if ours and not is_hub_id(model):
-            locate(model)  # a mistake in its path comes first
-        text = self.chosen_text()
-        if self.tokens is not None:
-            if self.chat or self.system is not None:
-                raise click.UsageError("--chat and --system take text, not --prompt-tokens.")
-            return _token_ids(self.tokens)
-        if text is None and not sys.stdin.isatty():
-            text = read_text("-") or None
-        if text is not None:
-            return text
-        if model != "demo":
-            raise click.UsageError(
-                f"Give {model} a prompt: --prompt, --prompt-file, --prompt-tokens or standard input."
-            )
-        return SAMPLE_PROMPT
-
-    def in_template(self, lm: LanguageModel, prompt: str | list[int]) -> str | list[int]:
-        """``prompt``, as a message if it is one (``are_messages``).
-
-        Raises: PromptError if it is empty, or there is no template.
-        """
-        chat = self.chat if self.system is None else True
-        if isinstance(prompt, list) or not are_messages(lm, chat):
-            return prompt
-        if not prompt:  # the template would make a prompt of it
-            raise PromptError("the prompt is empty")
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return lm.tokenizer.encode_messages([*system, {"role": "user", "content": prompt}])
-
-    def chosen_text(self) -> str | None:
-        """The text of ``--prompt`` or ``--prompt-file``. Raises: UsageError for several, PromptError for a bad file."""
-        values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
-        options = [option for option, value in values.items() if value is not None]
-        if len(options) > 1:
-            raise click.UsageError(f"{' and '.join(options)}: give one prompt only.")
-        return self.text if self.file is None else read_text(self.file)
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def are_messages(lm: LanguageModel, chat: bool | None) -> bool:
@@ -333,43 +277,6 @@ def are_messages(lm: LanguageModel, chat: bool | None) -> bool:
     if chat is None:
         return lm.config.target.model != "demo" and lm.tokenizer.has_chat_template
     return chat
-
-
-EXTRA_ARGUMENTS = {"allow_extra_args": True}  # context settings of a command with prompts, which asks about them
-
-
-def prompted(command: Command) -> Command:
-    """Add the options of ``PromptOptions``; the function gets them as ``prompt_options``."""
-
-    @functools.wraps(command)
-    def resolved(**options: Any) -> Any:
-        if extra := click.get_current_context().args:
-            hint = f"Did you mean --prompt {shlex.quote(cut(extra[0], 100))}?"
-            raise click.UsageError(f"Got unexpected extra argument {shown(extra[0])}. {hint}")
-        prompt = PromptOptions(*(options.pop(name) for name in PROMPT_OPTIONS))
-        return command(prompt_options=prompt, **options)
-
-    return add_options(
-        resolved,
-        click.option("-p", "--prompt", type=TEXT, help="What to answer or continue; without it, text piped in."),
-        click.option("--prompt-file", metavar="FILE", type=FILE, help="A UTF-8 file with the prompt; - for stdin."),
-        click.option("--prompt-tokens", metavar="1,2,3", help="Token ids to continue."),
-        chat_option,
-        click.option("--system", metavar="TEXT", type=TEXT, help="A system message; implies --chat."),
-    )
-
-
-def _token_ids(text: str) -> list[int]:
-    tokens = []  # an empty list gets the model's error for an empty prompt
-    for number, word in enumerate(text.split(",") if text.strip() else [], start=1):
-        token = whole_number(word.strip())
-        if token is None:
-            raise PromptError(
-                f"--prompt-tokens: number {number} is {shown(word.strip())}, and a token id is a whole number from 0",
-                try_="--prompt-tokens 1,2,3",
-            )
-        tokens.append(token)
-    return tokens
 
 
 def read_text(file: str) -> str:
@@ -387,15 +294,6 @@ def read_text(file: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
-
-
-def check_file(option: str, file: str | pathlib.Path | None) -> None:
-    """Raises: UsageError for something that would have no end, such as a pipe or a device."""
-    if file is not None and os.path.exists(file):
-        try:
-            open_file(file).close()
-        except OSError as error:
-            raise click.UsageError(f"{option}: {str(file)!r} cannot be read: {error.strerror or error}.") from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -33,26 +33,13 @@ log = get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130  # exit status after Ctrl-C
+REFUSED = 2  # exit status after a SpecdecError
 BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
 NARROW = 106  # narrower terminals get closer columns
 
 _JSON = "specdec.json"  # keys in click's Context.meta, shared by nested contexts
 _JSON_DONE = "specdec.json_done"
 _VERBOSE = "specdec.verbose"
-
-
-class Failed(click.ClickException):
-    """A SpecdecError shown to the user."""
-
-    exit_code = 2
-
-    def __init__(self, error: SpecdecError, *, verbose: bool) -> None:
-        lines = traceback.format_exception(error) if verbose else []
-        super().__init__("".join([*lines, f"{type(error).__name__}: {error}"]))
-
-    def show(self, file: Any = None) -> None:
-        """Print the message as it is; it already starts with an error prefix."""
-        click.echo(self.message, file=file if file is not None else sys.stderr)
 
 
 class Group(click.Group):
@@ -115,7 +102,10 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
             if error.tokens:
                 described["tokens"] = list(error.tokens)
             click.echo(json.dumps({"error": described}))
-        raise Failed(error, verbose=ctx is not None and bool(ctx.meta.get(_VERBOSE))) from error
+        if ctx is not None and ctx.meta.get(_VERBOSE):
+            click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        raise click.exceptions.Exit(REFUSED) from error
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -269,15 +259,6 @@ def amount(size: int | None) -> str:
             break
         number /= 1024
     return f"{size} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
-
-
-def broken_promise(ctx: click.Context, change: str) -> NoReturn:
-    """Report that output changed which must not, and exit."""
-    click.echo(
-        f"the verifier promises the tokens of plain decoding and the backend its bits, and {change}: this is a bug",
-        err=True,
-    )
-    ctx.exit(BROKEN_PROMISE)
 
 
 def interrupted(ctx: click.Context, what: str) -> NoReturn:

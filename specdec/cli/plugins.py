@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +83,7 @@ def _options(config: type, written: Callable[[object], str] = repr) -> dict[str,
 
 
 def _default(value: object, written: Callable[[object], str]) -> str:
-    if value in (attrs.NOTHING, dataclasses.MISSING):
+    if value is attrs.NOTHING:
         return "required"
     return "computed" if isinstance(value, attrs.Factory) else written(value)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
-from specdec.cli.options import FILE, SAMPLE_PROMPT, TEXT, Number, configured, integer
+from specdec.cli.options import FILE, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
 from specdec.config import RunConfig
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.serving.address import is_loopback
@@ -149,12 +149,9 @@ def serve(
 
     share_memory()
     with listening_socket(host, port) as listening:
-        import specdec
-
-        with output.status(f"loading {config.target.model}"):
-            lm = specdec.load(config=config)
-            plain_ms = plain_milliseconds(lm)
-            parallel = parallel or sequences_that_pay(lm)
+        lm = load_model(config)
+        plain_ms = plain_milliseconds(lm)
+        parallel = parallel or sequences_that_pay(lm)
         metrics = Metrics()
         service = Service(
             lm=lm,

@@ -17,6 +17,7 @@ from specdec.cli.options import (
     chat_option,
     integer,
     interruptible,
+    load_model,
     read_text,
     settings_option,
 )
@@ -84,11 +85,9 @@ def vocab(
         load_prompts(prompts)  # a mistake in it comes before the load
     check_writable(file)
 
-    import specdec
     from specdec.drafters.token_counts import TokenCounts, make_vocabulary
 
-    with output.status(f"loading {model}"):
-        lm = specdec.load(config=config)
+    lm = load_model(config)
     counts = TokenCounts(lm.info.vocab_size)
     make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # reject an impossible size before an hour of work
     origin: dict[str, Any] = {"text": [pathlib.Path(name).name for name in texts]}

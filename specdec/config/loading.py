@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from specdec.checking import Mismatch, Problem, checked, checked_fields, convert, dotted, error_of
-from specdec.config.values import PLUGIN_TABLES, Choice, RunConfig
-from specdec.errors import ConfigError, PluginError, shown
+from specdec.checking import Mismatch, checked, checked_fields, convert, dotted
+from specdec.config.values import PLUGIN_TABLES, RunConfig
+from specdec.errors import ConfigError, shown
 from specdec.files.reading import parse_toml, read_text
 
 T = TypeVar("T")
@@ -179,17 +179,12 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
 
     Args:
         options: as written, ``Choice.options``.
-        config_class: an attrs class or a dataclass.
+        config_class: an attrs class.
         path: their table, such as ``drafter``; the prefix of keys in error messages.
         source: the file or override they come from, ``Choice.source``.
-    Raises: ConfigError when the options are wrong, PluginError when the class itself cannot be read from TOML.
+    Raises: ConfigError when the options are wrong; TypeError for a class that cannot be read from TOML.
     """
     return structure(options, config_class, tuple(path.split(".")) if path else (), lambda key: source)
-
-
-def structure_choice(choice: Choice, config_class: type[T], path: str) -> T:
-    """``structure_options`` for a ``Choice``."""
-    return structure_options(choice.options, config_class, path, choice.source)
 
 
 def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: Callable[[tuple[str, ...]], str]) -> T:
@@ -199,25 +194,12 @@ def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: C
         path: of the table; the prefix of keys in error messages.
         source: where a key was written.
 
-    Raises: ConfigError that names every wrong key; PluginError when the class cannot be read from TOML.
+    Raises: ConfigError that names the first wrong key; TypeError for a class that cannot be read from TOML.
     """
     try:
         made: T = convert(data, config_class, files=True)
-    except (TypeError, NameError) as error:
-        raise PluginError(
-            f"{config_class.__module__}.{config_class.__qualname__} cannot be read from TOML: {error}",
-            try_="fields of int, float, bool, str, list, dict, attrs classes, or None beside one of them",
-        ) from error
     except Mismatch as error:
-        several = len(error.problems) > 1
-
-        def sentence(problem: Problem) -> str:
-            key = (*path, *problem.path)
-            where = f"{source(key)}: " if several and source(key) else ""
-            return f"{where}{f'key {dotted(key)}' if key else 'the configuration'} {problem.sentence()}"
-
-        written = source((*path, *error.problems[0].path)) or None
-        raise error_of(
-            error.problems, ConfigError, sentence, "keys of the configuration", asked_for_by=written
-        ) from error
+        key = (*path, *error.path)
+        place = f"key {dotted(key)}" if key else "the configuration"
+        raise ConfigError(f"{place} {error.sentence()}", asked_for_by=source(key) or None, try_=error.hint) from error
     return made

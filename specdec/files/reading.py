@@ -77,9 +77,6 @@ def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
     return read_bytes(path, limit).decode("utf-8-sig")
 
 
-_SURROGATE = re.compile(rb"(\\+)u[dD][89a-fA-F]")  # an escape if the backslashes are odd in number
-
-
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
@@ -87,8 +84,7 @@ def parse_json(text: str | bytes) -> Any:
     integer of too many digits, and for half of a surrogate pair, which is no text.
     """
     value = _parsed(lambda: json.loads(text, object_pairs_hook=_unique))
-    document = text if isinstance(text, bytes) else text.encode()
-    if any(len(found[1]) % 2 for found in _SURROGATE.finditer(document)):
+    if re.search(rb"\\u[dD][89a-fA-F]", text if isinstance(text, bytes) else text.encode()):  # else there is none
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -19,7 +19,7 @@ import pluggy
 
 from specdec import hookspecs
 from specdec.checking import checked
-from specdec.config import structure_choice
+from specdec.config import structure_options
 from specdec.contract import BackendSpec, CycleRecord, ForwardPass
 from specdec.errors import (
     MESSAGE_LIMIT,
@@ -240,7 +240,7 @@ class Registry:
         Raises: ConfigError for wrong options, PluginError when the class itself fails.
         """
         with calling(spec, "config"):
-            return structure_choice(choice, spec.config, path)
+            return structure_options(choice.options, spec.config, path, choice.source)
 
     def unavailable(self, spec: BackendSpec) -> str | None:
         """Why the backend of this spec cannot run here, its failure to say so included; None if it can."""

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from specdec.checking import checked
-from specdec.config import Choice, structure_choice
+from specdec.config import structure_options
 from specdec.errors import ConfigError, SpecdecError, shown
 from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_ids, iter_checks
@@ -255,6 +255,6 @@ def check_plugin(
             try_="parametrize_checks(drafter=...) or one of the Subject classes for a factory",
         )
     if options is not None:
-        config = structure_choice(Choice(plugin.name, options), plugin.config, kind.document)
+        config = structure_options(options, plugin.config, kind.document)
     name = getattr(plugin, "name", type(plugin).__name__)
     return check_subjects(str(name), {kind: as_subject(kind, plugin, config)}, **how)

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
+from specdec.config import RunConfig, TargetConfig, structure_options
 from specdec.contract import (
     NO_NEEDS,
     BackendSpec,
@@ -263,7 +263,7 @@ def registered_subjects(
 
 def _target_config(name: str, options: Mapping[str, Any]) -> TargetConfig:
     """Which target to check: ``options`` are keys of the table ``target``."""
-    return structure_choice(Choice(name, dict(options)), TargetConfig, f"check.{name}")
+    return structure_options(options, TargetConfig, f"check.{name}")
 
 
 def _add(
@@ -286,7 +286,7 @@ def _add(
         if example and not options:
             shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in example.items())
             notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
-        config = structure_choice(Choice(spec.name, dict(options or example)), spec.config, f"check.{spec.name}")
+        config = structure_options(options or example, spec.config, f"check.{spec.name}")
     if not isinstance(spec, BackendSpec):
         subjects.append((label, subject, as_subject(subject, spec, config)))
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from typing import Literal
 
@@ -20,11 +19,10 @@ from specdec.config import (
     between,
     load_config,
     one_of,
-    structure_choice,
     structure_options,
 )
 from specdec.contract import NoConfig
-from specdec.errors import ConfigError, PluginError
+from specdec.errors import ConfigError
 
 
 @attrs.frozen(kw_only=True)
@@ -199,26 +197,18 @@ def test_what_a_number_takes_keeps_its_value(value):
 )
 def test_the_error_of_an_option_has_its_path_and_the_nearest_name(options, told):
     with pytest.raises(ConfigError) as raised:
-        structure_choice(Choice("x", options, "run.toml"), Options, "drafter")
+        structure_options(options, Options, "drafter", "run.toml")
     assert told in raised.value.message
     with pytest.raises(ConfigError, match=r"key verifier\.x is unknown\. There are no options"):
         structure_options({"x": 1}, NoConfig, "verifier")
 
 
-def test_dataclasses_work_and_unreadable_fields_blame_the_author():
-    @dataclasses.dataclass
-    class Plain:
-        size: int = 1
-
-    assert structure_options({"size": 2}, Plain) == Plain(2)
-    with pytest.raises(ConfigError, match="is unknown"):
-        structure_options({"sise": 2}, Plain)
-
+def test_unreadable_fields_blame_the_author():
     @attrs.frozen
     class Odd:
         thing: Override | complex = 1j
 
-    with pytest.raises((PluginError, ConfigError)):
+    with pytest.raises(TypeError, match="a field of type complex cannot be read from a file"):
         structure_options({"thing": 1}, Odd)
 
 
@@ -227,8 +217,6 @@ def test_validators_work_without_a_file():
         Options(whole=True)
     with pytest.raises(ConfigError, match=r"GenerationConfig\.max_new_tokens takes 1 to 2147483647, got 0"):
         GenerationConfig(max_new_tokens=0)
-    with pytest.raises(ConfigError, match="lower end first"):
-        between(10**5000, 3)
     assert GenerationConfig(stop="END").stop == ("END",)  # not three stop strings
 
 

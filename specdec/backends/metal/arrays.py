@@ -42,42 +42,24 @@ def to_host(array: mx.array) -> torch.Tensor:
 
 
 class MetalHidden(ArrayHidden):
-    """Rows of an array ``[T, H]`` in act dtype, sliced on use.
+    """Rows of an array ``[T, H]`` in act dtype.
 
-    A stored array is always computed or being computed: an array that MLX has not started to compute belongs to the
-    thread that made it, and a session may continue in another one.
+    It is always computed or being computed: an array that MLX has not started to compute belongs to the thread that
+    made it, and a session may continue in another one.
     """
 
-    __slots__ = ("_array", "_rows")
+    __slots__ = ()
 
     @staticmethod
     def concatenate(arrays: list[Any]) -> Any:
-        return _started(mx.concatenate(arrays))
+        return mx.concatenate(arrays)
 
-    def __init__(self, array: mx.array, rows: range | None = None) -> None:
-        self._array = array if rows is not None else _started(array)
-        self._rows = range(array.shape[0]) if rows is None else rows
-
-    @property
-    def array(self) -> mx.array:
-        """The rows ``[T, H]``."""
-        if len(self._rows) == self._array.shape[0]:
-            return self._array
-        return _started(self._array[self._rows.start : self._rows.stop])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, rows: slice) -> MetalHidden:
-        return MetalHidden(self._array, self._rows[rows])
+    def __init__(self, array: mx.array) -> None:
+        mx.async_eval(array)
+        super().__init__(array)
 
     def rows(self) -> Float32:
         return np.array(self.array.astype(mx.float32))
-
-
-def _started(array: mx.array) -> mx.array:
-    mx.async_eval(array)
-    return array
 
 
 class MetalLogits(HostLogits):
@@ -87,11 +69,6 @@ class MetalLogits(HostLogits):
 
     def argmax(self) -> list[int]:
         return read_tokens(lowest_best(self.array, mx.arange(self.array.shape[1])))
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        at = mx.array(list(tokens), mx.int32)[:, None]
-        values: list[float] = mx.take_along_axis(self.array[: len(tokens)], at, axis=1)[:, 0].tolist()
-        return values
 
     def rows(self) -> Float32:
         rows: Float32 = np.asarray(self.array)  # shared memory: nothing is copied

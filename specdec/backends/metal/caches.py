@@ -18,28 +18,33 @@ import torch
 from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.metal.arrays import from_host, to_host
 from specdec.backends.metal.device import number
-from specdec.backends.metal.kernel_sets import Past
+from specdec.backends.metal.kernel_sets import KernelSet, Past
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
 BUCKET = 256  # keys and values grow by a quarter, in multiples of this; the full capacity is not allocated up front
 
 
-class RowCache(Cache):
-    """The base of caches with one row per token. Rows from ``length`` on are stale or provisional.
+class MetalRowCache(Cache):
+    """A cache with one row per token: keys and values, or rows of latent attention, which are stored as one head.
+
+    Rows from ``length`` on are stale or provisional.
+
+    Args:
+        capacity: the maximum number of rows.
+        kinds: heads and their size, by the name in ``save``.
+        dtype: act.
 
     Attributes:
         length: committed rows.
-        capacity: the maximum number of rows.
-        buckets: arrays ``[1, n, bucket, D]`` in act dtype, all of the same size.
+        buckets: arrays ``[1, heads, bucket, D]``, all of the same bucket.
     """
 
-    names: tuple[str, ...]  # names of the buckets in ``save``
-
-    def __init__(self, capacity: int, buckets: list[mx.array]) -> None:
+    def __init__(self, capacity: int, kinds: Mapping[str, tuple[int, int]], dtype: mx.Dtype) -> None:
         self.length = 0
         self.capacity = capacity
-        self.buckets = buckets
+        self.names = tuple(kinds)
+        self.buckets = [_rows(heads, min(capacity, BUCKET), dims, dtype) for heads, dims in kinds.values()]
 
     def reserve(self, end: int) -> None:
         """Grow the buckets to ``end`` rows. Raises: StateError above the capacity."""
@@ -51,12 +56,13 @@ class RowCache(Cache):
             added = (_rows(held.shape[1], more, held.shape[3], held.dtype) for held in self.buckets)
             self.buckets = [mx.concatenate(pair, axis=2) for pair in zip(self.buckets, added, strict=True)]
 
-    def _append(self, *rows: mx.array) -> None:
-        """Write rows ``[T, n, D]`` after the committed ones."""
+    def append(self, *rows: mx.array) -> list[mx.array]:
+        """Write rows ``[T, heads, D]`` of each kind after the committed ones. Returns the buckets, not to be kept."""
         self.reserve(self.length + rows[0].shape[0])
         at = number(self.length)
         for i, new in enumerate(rows):
             self.buckets[i] = mx.slice_update(self.buckets[i], new.transpose(1, 0, 2)[None], at, axes=[2])
+        return self.buckets
 
     def arrays(self) -> list[mx.array]:
         """What a pass has to compute, besides its result."""
@@ -77,59 +83,12 @@ class RowCache(Cache):
 
     def load(self, arrays: Mapping[str, torch.Tensor], length: int) -> None:
         self.length = 0
-        self._append(*(from_host(arrays[name], self.buckets[0].dtype) for name in self.names))
+        self.append(*(from_host(arrays[name], self.buckets[0].dtype) for name in self.names))
         mx.eval(self.buckets)
         self.length = length
 
     def nbytes(self) -> int:
         return sum(int(held.nbytes) for held in self.buckets)
-
-
-class MetalKVCache(RowCache):
-    """Keys and values of ``nkv`` heads."""
-
-    names = ("keys", "values")
-
-    def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
-        size = min(capacity, BUCKET)
-        super().__init__(capacity, [_rows(kv_heads, size, head_dim, dtype) for _ in self.names])
-
-    @property
-    def keys(self) -> mx.array:
-        """``[1, nkv, bucket, D]``."""
-        return self.buckets[0]
-
-    @property
-    def values(self) -> mx.array:
-        """``[1, nkv, bucket, D]``."""
-        return self.buckets[1]
-
-    def append(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Write rows ``[T, nkv, D]`` after the committed ones. Returns the buckets, which must not be kept."""
-        self._append(k, v)
-        return self.keys, self.values
-
-
-class MetalLatentCache(RowCache):
-    """Rows of latent attention, stored as one head; the values of a row are its first entries."""
-
-    names = ("rows",)
-
-    def __init__(self, capacity: int, dims: int, dtype: mx.Dtype) -> None:
-        super().__init__(capacity, [_rows(1, min(capacity, BUCKET), dims, dtype)])
-
-    @property
-    def rows(self) -> mx.array:
-        """``[1, 1, bucket, D]``."""
-        return self.buckets[0]
-
-    def append(self, rows: mx.array) -> mx.array:
-        """Write rows ``[T, D]`` after the committed ones. Returns the bucket, which must not be kept."""
-        self._append(rows[:, None])
-        return self.rows
-
-    def load(self, arrays: Mapping[str, torch.Tensor], length: int) -> None:
-        super().load({"rows": arrays["rows"]}, length)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -144,20 +103,16 @@ class DeltaState:
     """
 
     base: mx.array
-    past: Past | None
+    past: Past | None = None
     raw: mx.array
     kept: int = 0
-
-    def matrix(self) -> mx.array:
-        """The matrix after the kept rows. Lazy."""
-        return self.base if self.past is None else self.past.fold(self.base, self.kept)
 
     def window(self, taps: int) -> mx.array:
         """The last ``taps`` raw rows ``[taps, C]``, oldest first. Lazy."""
         return self.raw[self.kept : self.kept + taps]
 
     def arrays(self) -> list[mx.array]:
-        return [self.base, self.raw, *([] if self.past is None else self.past.arrays())]
+        return [self.base, self.raw, *(self.past or ())]
 
 
 class MetalDeltaCache(MarkedCache):
@@ -166,10 +121,11 @@ class MetalDeltaCache(MarkedCache):
     A pass does not change ``state``; it puts the next state, with all of its rows unfolded, into ``following``.
     """
 
-    def __init__(self, shape: DeltaShape, dtype: mx.Dtype) -> None:
+    def __init__(self, shape: DeltaShape, dtype: mx.Dtype, kernels: KernelSet) -> None:
         super().__init__()
         self.shape = shape
         self.dtype = dtype
+        self.kernels = kernels  # of passes that are not prompts
         self._become(0, None)
 
     def _copied(self) -> DeltaState:
@@ -181,7 +137,7 @@ class MetalDeltaCache(MarkedCache):
             matrix = mx.zeros((shape.value_heads, shape.value_dim, shape.key_dim), dtype=mx.float32)
             window = mx.zeros((shape.kernel - 1, shape.channels), dtype=self.dtype)
             mx.eval(matrix, window)
-            state = _whole(matrix, window)
+            state = DeltaState(base=matrix, raw=window)
         self.length, self.state = length, state
         self._drop()
 
@@ -189,6 +145,11 @@ class MetalDeltaCache(MarkedCache):
         self.following: DeltaState | None = None
         self._rows = 0  # the last pass's
         self._raw: mx.array | None = None
+
+    def matrix(self) -> mx.array:
+        """The matrix after the kept rows ``[Hv, Dv, Dk]`` float32. Lazy."""
+        state = self.state
+        return state.base if state.past is None else self.kernels.fold(state.base, state.past, state.kept)
 
     # --- a pass ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +169,7 @@ class MetalDeltaCache(MarkedCache):
         assert self._raw is not None
         self._rows = self._raw.shape[0] - (self.shape.kernel - 1)
         window = self._raw[self._rows :] * 1  # a copy: a view would keep all rows of a prompt alive
-        self.following = _whole(matrix, window)
+        self.following = DeltaState(base=matrix, raw=window)
 
     def arrays(self) -> list[mx.array]:
         """What a pass has to compute, besides its result."""
@@ -229,21 +190,17 @@ class MetalDeltaCache(MarkedCache):
 
     def save(self) -> dict[str, torch.Tensor]:
         window = self.state.window(self.shape.kernel - 1)
-        return {"state": to_host(self.state.matrix()), "window": to_host(window)}
+        return {"state": to_host(self.matrix()), "window": to_host(window)}
 
     def load(self, arrays: Mapping[str, torch.Tensor], length: int) -> None:
         self._marks = []
-        self._become(length, _whole(from_host(arrays["state"], mx.float32), from_host(arrays["window"], self.dtype)))
+        matrix, window = from_host(arrays["state"], mx.float32), from_host(arrays["window"], self.dtype)
+        self._become(length, DeltaState(base=matrix, raw=window))
 
     def nbytes(self) -> int:
         states = [self.state, *(state for _, state in self._marks)]
         held = [*self.arrays(), *(array for state in states for array in state.arrays())]
         return sum({id(array): int(array.nbytes) for array in held}.values())
-
-
-def _whole(matrix: mx.array, window: mx.array) -> DeltaState:
-    """Return a state without a block."""
-    return DeltaState(base=matrix, past=None, raw=window)
 
 
 def _rows(heads: int, rows: int, dims: int, dtype: mx.Dtype) -> mx.array:

@@ -8,29 +8,20 @@ in MLX operations that both sets share.
 from __future__ import annotations
 
 import functools
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import mlx.core as mx
 
 from specdec.backends.metal.device import number
 from specdec.backends.metal.kernels import attention, delta
-from specdec.backends.metal.kernels.delta import DeltaInputs
-from specdec.backends.metal.kernels.expert_matvec import expert_matvec
+from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows
 from specdec.backends.metal.kernels.kernel import Executor
-from specdec.backends.metal.kernels.matvec import matvec
-from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec
+from specdec.backends.metal.kernels.matvec import expert_matvec, matvec
 from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
-
-class Past(Protocol):
-    """Rows of a delta-rule block that are not folded yet, until the number of kept rows is known."""
-
-    def fold(self, base: mx.array, kept: int) -> mx.array:
-        """Return the matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` rows."""
-
-    def arrays(self) -> list[mx.array]:
-        """The arrays it holds."""
+Past: TypeAlias = DeltaRows | DeltaInputs
+"""Rows of a delta-rule block that are not folded yet, until the number of kept rows is known."""
 
 
 @attrs.frozen(eq=False)
@@ -44,8 +35,6 @@ class OwnKernels:
 
     def product(self, x: mx.array, weight: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
         """``x [T, K] @ w.T``, plus ``residual`` (``[T, N]`` or ``[N]``): ``[T, N]``."""
-        if isinstance(weight, PackedMatrix):
-            return quantised_matvec(x, weight, residual, dtype=dtype, executor=self.executor)
         return matvec(x, weight, residual, dtype=dtype, executor=self.executor)
 
     def expert_product(self, x: mx.array, stack: Matrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
@@ -73,29 +62,19 @@ class OwnKernels:
     ) -> tuple[mx.array, mx.array, Past]:
         """Run a block after the kept rows of the last one; return its result, the matrix before it, and its rows."""
         heads, value_dim, _ = base.shape
-        before = past.rows if isinstance(past, OwnPast) else _no_rows(*rows.k.shape[1:], heads, value_dim)
-        y, state, block = delta.gated_delta(base, before, number(kept), rows, dtype=dtype, executor=self.executor)
-        return y, state, OwnPast(block, self.executor)
+        before = past if isinstance(past, DeltaRows) else _no_rows(*rows.k.shape[1:], heads, value_dim)
+        return delta.gated_delta(base, before, number(kept), rows, dtype=dtype, executor=self.executor)
 
-
-@attrs.frozen(eq=False)
-class OwnPast:
-    """Rows from the own kernel, which are folded without being recomputed."""
-
-    rows: delta.DeltaRows
-    executor: Executor | None
-
-    def fold(self, base: mx.array, kept: int) -> mx.array:
-        return delta.flush(base, self.rows, number(kept), executor=self.executor)
-
-    def arrays(self) -> list[mx.array]:
-        return [self.rows.k, self.rows.g, self.rows.delta]
+    def fold(self, base: mx.array, past: Past, kept: int) -> mx.array:
+        """The matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` rows of ``past``."""
+        assert isinstance(past, DeltaRows)
+        return delta.flush(base, past, number(kept), executor=self.executor)
 
 
 @functools.lru_cache(maxsize=8)
-def _no_rows(key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> delta.DeltaRows:
-    made = delta.DeltaRows.none(key_heads, key_dim, value_heads, value_dim)
-    mx.eval(made.k, made.g, made.delta)
+def _no_rows(key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> DeltaRows:
+    made = DeltaRows.none(key_heads, key_dim, value_heads, value_dim)
+    mx.eval(*made)
     return made
 
 
@@ -148,29 +127,18 @@ class StockKernels:
     def delta(
         self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
-        state = base if past is None else past.fold(base, kept)
+        state = base if past is None else self.fold(base, past, kept)
         y, _ = updated(state, rows)
-        return y.astype(dtype), state, StockPast(rows)
+        return y.astype(dtype), state, rows
 
-
-@attrs.frozen(eq=False)
-class StockPast:
-    """Rows that are recomputed."""
-
-    rows: DeltaInputs
-
-    def fold(self, base: mx.array, kept: int) -> mx.array:
-        q, k, v, g, beta = (array[:kept] for array in self.arrays())
-        return updated(base, DeltaInputs(q=q, k=k, v=v, g=g, beta=beta))[1] if kept else base
-
-    def arrays(self) -> list[mx.array]:
-        rows = self.rows
-        return [rows.q, rows.k, rows.v, rows.g, rows.beta]
+    def fold(self, base: mx.array, past: Past, kept: int) -> mx.array:
+        assert isinstance(past, DeltaInputs)
+        return updated(base, DeltaInputs(*(array[:kept] for array in past)))[1] if kept else base
 
 
 def updated(state: mx.array, rows: DeltaInputs) -> tuple[mx.array, mx.array]:
     """Run MLX's delta rule; return the result ``[T, Hv, Dv]`` float32 and the matrix after all rows."""
-    inputs = (array.astype(mx.float32)[None] for array in (rows.q, rows.k, rows.v, rows.g, rows.beta))
+    inputs = (array.astype(mx.float32)[None] for array in rows)
     y, after = mx.fast.gated_delta_update(*inputs, state[None])
     return y[0], after[0]
 

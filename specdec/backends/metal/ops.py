@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, lowest_best, to_host
-from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
+from specdec.backends.metal.caches import MetalDeltaCache, MetalRowCache
 from specdec.backends.metal.device import DeviceTokens, number
 from specdec.backends.metal.kernel_sets import KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import attention, lanes
@@ -131,14 +131,14 @@ class MetalOps(Ops):
         mx.eval(made)
         return made
 
-    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> MetalKVCache:
-        return MetalKVCache(capacity, kv_heads, head_dim, self.dtype)
+    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> MetalRowCache:
+        return MetalRowCache(capacity, dict.fromkeys(("keys", "values"), (kv_heads, head_dim)), self.dtype)
 
-    def new_latent(self, capacity: int, dims: int) -> MetalLatentCache:
-        return MetalLatentCache(capacity, dims, self.dtype)
+    def new_latent(self, capacity: int, dims: int) -> MetalRowCache:
+        return MetalRowCache(capacity, {"rows": (1, dims)}, self.dtype)
 
     def new_delta(self, shape: DeltaShape) -> MetalDeltaCache:
-        return MetalDeltaCache(shape, self.dtype)
+        return MetalDeltaCache(shape, self.dtype, self._few)
 
     # --- dense -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class MetalOps(Ops):
         return turned.astype(self.dtype)
 
     def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, cache: MetalKVCache, *, scale: float, gate: mx.array | None = None
+        self, q: mx.array, k: mx.array, v: mx.array, cache: MetalRowCache, *, scale: float, gate: mx.array | None = None
     ) -> mx.array:
         keys, values = cache.append(k, v)
         wide = self.dtype if gate is None else mx.float32
@@ -262,7 +262,7 @@ class MetalOps(Ops):
             out = (out * mx.sigmoid(gate.astype(mx.float32))).astype(self.dtype)
         return out.reshape(q.shape[0], -1)
 
-    def append(self, k: mx.array, v: mx.array, cache: MetalKVCache) -> None:
+    def append(self, k: mx.array, v: mx.array, cache: MetalRowCache) -> None:
         cache.append(k, v)
         mx.async_eval(cache.arrays())
 
@@ -271,7 +271,7 @@ class MetalOps(Ops):
         q: mx.array,
         k: mx.array,
         v: mx.array,
-        cache: MetalKVCache,
+        cache: MetalRowCache,
         *,
         scale: float,
         first: Sequence[int],
@@ -286,9 +286,9 @@ class MetalOps(Ops):
         return out[0].transpose(1, 0, 2).reshape(rows, -1)
 
     def attend_latent(
-        self, q: mx.array, row: mx.array, cache: MetalLatentCache, *, scale: float, value_dims: int
+        self, q: mx.array, row: mx.array, cache: MetalRowCache, *, scale: float, value_dims: int
     ) -> mx.array:
-        rows = cache.append(row)
+        (rows,) = cache.append(row[:, None])
         return self._set(q.shape[0]).attend(
             q, rows, rows, cache.length, scale=scale, dtype=self.dtype, value_dims=value_dims
         )
@@ -329,10 +329,10 @@ class MetalOps(Ops):
         )
         state = cache.state
         if rows > self._max_rows:
-            out, after = updated(state.matrix(), block)
+            out, after = updated(cache.matrix(), block)
             cache.follow_whole(after)
             return out.astype(self.dtype)
-        out, base, past = self._few.delta(state.base, state.past, state.kept, block, dtype=self.dtype)
+        out, base, past = cache.kernels.delta(state.base, state.past, state.kept, block, dtype=self.dtype)
         cache.follow(base, past)
         return out
 

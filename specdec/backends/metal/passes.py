@@ -10,46 +10,44 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import mlx.core as mx
 
 from specdec.backends.metal.arrays import read_tokens
 from specdec.backends.metal.caches import MetalDeltaCache
 from specdec.backends.metal.device import DeviceTokens
 from specdec.backends.ops import Array, Cache, HeadRows
-from specdec.backends.passes import Body, Pass
+from specdec.backends.passes import Body, EagerPass
 from specdec.contract import Choosing
 from specdec.errors import UnsupportedError
 
 Best = Callable[[mx.array, Any], mx.array]  # ``MetalOps.best``
 
 
-class MetalPass(Pass):
+class MetalPass(EagerPass):
     """A body over the caches of one sequence.
 
     The contents of the caches are started together with the result. Otherwise a prompt, whose logits are not read,
     would build one graph over all its chunks and keep their intermediate results. A commit adds nothing to compute.
     """
 
+    caches: Sequence[Any]
+
     def __init__(self, body: Body, best: Best, caches: Sequence[Any]) -> None:
-        self._body = body
+        super().__init__(body, caches)
         self._best = best
-        self._caches = caches
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         with explained():
-            x = self._body(self._caches, tokens, hidden)
+            x = super().run(tokens, hidden)
             self._start(x)
         return x
-
-    def commit(self, rows: int) -> None:
-        for cache in self._caches:
-            cache.commit(rows)
 
     def chain(
         self, tokens: Sequence[int], hidden: Array, depth: int, head: Array | HeadRows, choosing: Choosing | None = None
     ) -> tuple[int, ...] | None:
         end = len(tokens) + depth - 1
-        for cache in self._caches:
+        for cache in self.caches:
             # a recurrent state cannot drop its drafted rows; the pass that does not fit raises the error
             if isinstance(cache, MetalDeltaCache) or cache.length + end > cache.capacity:
                 return None
@@ -57,11 +55,11 @@ class MetalPass(Pass):
             return None
         drafted: list[mx.array] = []
         with explained():
-            x = self._body(self._caches, tokens, hidden)[-1:]
+            x = self.body(self.caches, tokens, hidden)[-1:]
             self.commit(len(tokens))
             drafted.append(self._best(x, head))
             while len(drafted) < depth:
-                x = self._body(self._caches, DeviceTokens(mx.maximum(drafted[-1], 0)), x)
+                x = self.body(self.caches, DeviceTokens(mx.maximum(drafted[-1], 0)), x)
                 self.commit(1)
                 drafted.append(self._best(x, head))
             found = mx.concatenate(drafted)
@@ -70,7 +68,7 @@ class MetalPass(Pass):
 
     def _start(self, result: mx.array) -> None:
         """Start computing the result and the contents of the caches; afterwards any thread may use them."""
-        mx.async_eval(result, *(array for cache in self._caches for array in cache.arrays()))
+        mx.async_eval(result, *(array for cache in self.caches for array in cache.arrays()))
 
 
 @contextlib.contextmanager
@@ -88,14 +86,13 @@ def explained() -> Iterator[None]:
         ) from error
 
 
+@attrs.define
 class MetalPasses:
     """One kind of pass, for any sequence."""
 
-    eager_reason = ""
-
-    def __init__(self, body: Body, best: Best) -> None:
-        self._body = body
-        self._best = best
+    body: Body
+    best: Best
+    eager_reason: str = ""
 
     def bind(self, caches: Sequence[Cache]) -> MetalPass:
-        return MetalPass(self._body, self._best, caches)
+        return MetalPass(self.body, self.best, caches)

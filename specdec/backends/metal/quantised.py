@@ -49,10 +49,13 @@ class PackedMatrix:
         codes, scales, biases = (part[rows] for part in self.parts())
         return attrs.evolve(self, codes=codes, scales=scales, biases=biases)
 
+    def wide(self) -> PackedMatrix:
+        """The same with scales and biases in float32."""
+        return attrs.evolve(self, scales=self.scales.astype(mx.float32), biases=self.biases.astype(mx.float32))
+
     def decoded(self, dtype: mx.Dtype) -> mx.array:
         """Decode to ``dtype``: computed in float32, rounded once."""
-        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
-        return mx.dequantize(self.codes, scales, biases, group_size=self.group, bits=self.bits).astype(dtype)
+        return mx.dequantize(*self.wide().parts(), group_size=self.group, bits=self.bits).astype(dtype)
 
     def product(self, x: mx.array, experts: mx.array | None = None) -> mx.array:
         """``x @ w.T`` in the dtype of x; for a stack, with each matrix or with those that ``experts`` selects."""

@@ -14,10 +14,8 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels.attention import attend  # noqa: E402
 from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows, flush, gated_delta  # noqa: E402
-from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal  # noqa: E402
-from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
-from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec  # noqa: E402
+from specdec.backends.metal.kernels.matvec import expert_matvec, matvec  # noqa: E402
 from tests.backends.metal.kernel_runs import affine  # noqa: E402
 
 
@@ -45,8 +43,8 @@ def every_kernel(executor, rows):
     return [
         matvec(x, w, dtype=mx.bfloat16, executor=executor),
         matvec(x, w, mx.zeros((83,)), dtype=mx.float32, executor=executor),
-        quantised_matvec(x[:, :128], quantised, dtype=mx.bfloat16, executor=executor),
-        quantised_matvec(x[:, :128], quantised, mx.zeros((rows, 83)), dtype=mx.bfloat16, executor=executor),
+        matvec(x[:, :128], quantised, dtype=mx.bfloat16, executor=executor),
+        matvec(x[:, :128], quantised, mx.zeros((rows, 83)), dtype=mx.bfloat16, executor=executor),
         expert_matvec(
             x[:, None], mx.zeros((4, 7, 136)), mx.zeros((rows, 3), mx.int32), dtype=mx.float32, executor=executor
         ),

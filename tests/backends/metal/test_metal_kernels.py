@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels.attention import attend  # noqa: E402
-from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
-from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
-from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec  # noqa: E402
+from specdec.backends.metal.kernels.matvec import expert_matvec, matvec  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.metal.quantised import PackedMatrix  # noqa: E402
 from tests.backends import oracle  # noqa: E402
@@ -84,7 +82,7 @@ def test_quantised_products_are_those_of_float64(
     length = groups * group
     x, residual = normal(rng, rows, length, dtype=dtype), added(rng, what, rows, features, dtype)
     w, (levels, scales, biases) = affine(rng, features, length, group=group, bits=bits, dtype=dtype)
-    got = quantised_matvec(x, w, residual, dtype=wanted_dtype, executor=executor)
+    got = matvec(x, w, residual, dtype=wanted_dtype, executor=executor)
     rest = 0.0 if residual is None else float64(residual)
     wanted = float64(x) @ (levels * scales + biases).T + rest
     terms = np.abs(float64(x)) @ (levels * np.abs(scales) + np.abs(biases)).T + np.abs(rest)
@@ -97,9 +95,9 @@ def test_a_quantised_row_has_the_same_bits_in_any_company(executor):
     x = normal(rng, 11, 320, dtype=mx.bfloat16)
     w, _ = affine(rng, 9, 320, group=64, bits=4, dtype=mx.bfloat16)
     counts = (2, 5, 8) if executor in (None, EMULATED) else (8,)
-    alone = mx.concatenate([quantised_matvec(x[t : t + 1], w, dtype=mx.float32, executor=executor) for t in range(11)])
+    alone = mx.concatenate([matvec(x[t : t + 1], w, dtype=mx.float32, executor=executor) for t in range(11)])
     for count in counts:
-        several = quantised_matvec(x[11 - count :], w, dtype=mx.float32, executor=executor)
+        several = matvec(x[11 - count :], w, dtype=mx.float32, executor=executor)
         assert same_bits(several, alone[11 - count :]), count
 
 
@@ -113,7 +111,7 @@ def test_mlx_packs_weights_in_the_same_order():
         w = PackedMatrix(codes=packed, scales=scales, biases=biases, group=group, bits=bits)
         plain = mx.dequantize(packed, scales, biases, group_size=group, bits=bits)
         wanted = float64(x) @ float64(plain).T
-        got = float64(quantised_matvec(x, w, dtype=mx.float32, executor=EMULATED))
+        got = float64(matvec(x, w, dtype=mx.float32, executor=EMULATED))
         assert np.abs(got - wanted).max() <= 200 * UNIT * (np.abs(float64(x)) @ np.abs(float64(plain)).T * 3).max()
 
 
@@ -166,4 +164,4 @@ def test_a_slot_has_the_bits_of_matvec(executor):
             arrays = [array[expert] for array in packed.parts()]
             one = attrs.evolve(packed, codes=arrays[0], scales=arrays[1], biases=arrays[2])
             assert same_bits(dense[t, j], alone)
-            assert same_bits(quantised[t, j], quantised_matvec(x[t], one, dtype=mx.float32, executor=executor)[0])
+            assert same_bits(quantised[t, j], matvec(x[t], one, dtype=mx.float32, executor=executor)[0])

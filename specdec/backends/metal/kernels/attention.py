@@ -15,7 +15,7 @@ import functools
 import mlx.core as mx
 
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
-from specdec.backends.metal.kernels.lanes import LANES, OVER_LANES, groups
+from specdec.backends.metal.kernels.lanes import LANES, groups
 
 PART = 128  # positions of a part; affects the bits
 
@@ -85,7 +85,6 @@ ATTEND_PARTS = MslKernel(
     }
   }
 """,
-    header=OVER_LANES,
 )
 
 # Parts that no row has reached were not written, and are not read.
@@ -125,7 +124,6 @@ JOIN_PARTS = MslKernel(
     }
   }
 """,
-    header=OVER_LANES,
 )
 
 

@@ -17,7 +17,8 @@ old and the new rows, every product in a sum is an explicit ``fma``, and the num
 
 from __future__ import annotations
 
-import attrs
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
@@ -106,8 +107,7 @@ FLUSH = MslKernel(
 )
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class DeltaRows:
+class DeltaRows(NamedTuple):
     """The rows of a block of T rows, from which the matrix is updated; all float32.
 
     Attributes:
@@ -130,8 +130,7 @@ class DeltaRows:
         )
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class DeltaInputs:
+class DeltaInputs(NamedTuple):
     """A block of T rows of the delta rule, float32 except v; letters as in ``specdec.backends.ops.Ops.gated_delta``."""
 
     q: mx.array  # [T, Hk, Dk], normalised and scaled by Dk^-0.5
@@ -170,7 +169,7 @@ def gated_delta(
     heads, value_dim, _ = base.shape
     y, state, delta = executor.run(
         GATED_DELTA,
-        [base, past.k, past.g, past.delta, kept, rows.q, rows.k, rows.v, rows.g, rows.beta],
+        [base, *past, kept, *rows],
         Launch(
             template=(*_sizes(base, rows.k), ("Y", dtype)),
             grid=(LANES, value_dim, heads),
@@ -189,7 +188,7 @@ def gated_delta_reference(
     state = matrix = flush_reference(base, past, kept)
     share = rows.v.shape[1] // rows.k.shape[1]
     outs, deltas = [], []
-    for q, k, v, g, beta in zip(rows.q, rows.k, rows.v, rows.g, rows.beta, strict=True):
+    for q, k, v, g, beta in zip(*rows, strict=True):
         key, query = (mx.repeat(array, share, axis=0)[:, None] for array in (k, q))  # [Hv, 1, Dk]
         known = (matrix * g[:, None, None] * key).sum(axis=-1)
         delta = (v.astype(mx.float32) - known) * beta[:, None]
@@ -206,7 +205,7 @@ def flush(base: mx.array, past: DeltaRows, kept: mx.array, *, executor: Executor
     heads, value_dim, _ = base.shape
     (state,) = executor.run(
         FLUSH,
-        [base, past.k, past.g, past.delta, kept],
+        [base, *past, kept],
         Launch(
             template=_sizes(base, past.k),
             grid=(LANES, value_dim, heads),

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import attrs
 import mlx.core as mx
 
+from specdec.backends.metal.kernels.lanes import OVER_LANES
+
 
 @attrs.frozen(kw_only=True)
 class MslKernel:
@@ -26,7 +28,7 @@ class MslKernel:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     source: str
-    header: str = ""
+    header: str = OVER_LANES
 
 
 @attrs.frozen(kw_only=True)
