@@ -2,11 +2,11 @@
 
     llama_cpp_peer.py CONTEXT THREADS
 
-It runs in a process and an environment of its own, which needs llama-cpp-python and numpy only. Each line of its input
-is a request and gets a line of JSON. ``["generate", "FILE.gguf", [1, 2], 16]`` continues the prompt by the best 16
-tokens, end tokens included; the answer has ``tokens``, ``seconds`` without the prompt's, and ``load_seconds`` from
-loading to a first token. ``["logits", "FILE.gguf", [1, 2], "FILE.npy"]`` writes the logits of the tokens, float32
-``[2, V]``.
+It runs in a process and an environment of its own, which needs llama-cpp-python and numpy. Each line of its input is a
+request and gets a line of JSON. ``["generate", "FILE.gguf", [1, 2], 16]`` continues the prompt by the best 16 tokens,
+end tokens included; the answer has ``tokens``, ``seconds`` without the prompt's, ``first_seconds`` of the prompt and
+the first token, and ``load_seconds`` from loading to a first token. ``["logits", "FILE.gguf", [1, 2], "FILE.npy"]``
+writes the logits of the tokens, float32 ``[2, V]``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class Model:
 
     def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
         self.empty()
+        began = perf_counter()
         self.feed(prompt[:-1])
-        tokens, token, started = [], prompt[-1], perf_counter()
-        for _ in range(count):
-            token = int(self.append(token).argmax())
-            tokens.append(token)
-        return {"seconds": perf_counter() - started, "tokens": tokens, "load_seconds": self.load_seconds}
+        started = perf_counter()
+        tokens = [int(self.append(prompt[-1]).argmax())]
+        first = perf_counter() - began
+        while len(tokens) < count:
+            tokens.append(int(self.append(tokens[-1]).argmax()))
+        times = {"seconds": perf_counter() - started, "first_seconds": first, "load_seconds": self.load_seconds}
+        return {"tokens": tokens, **times}
 
     def logits(self, tokens: list[int], path: str) -> None:
         self.empty()

@@ -1,21 +1,22 @@
 """Released models: speed, acceptance, equality with plain decoding, and agreement with transformers and llama.cpp.
 
     python -m benchmarks.released MODEL ... [--draft TARGET DRAFT] [--drafters ngram suffix] [--depths 2 4 8]
-        [--per-class 11] [--tokens 200] [--dtype auto] [--transformers] [--peer PYTHON] [--without-times]
-        [--json FILE] [--page docs/released-models.md]
+        [--per-class 11] [--tokens 200] [--dtype auto] [--transformers] [--peer PYTHON] [--json FILE]
+        [--page docs/released-models.md]
 
 MODEL is a GGUF file, a folder or a hub id; ``tools/fetch_models.py`` fetches four files. Prompts are those of
 ``tasks.jsonl``, in the model's chat template if it has one. Plain decoding, default settings, and every drafter at
 every depth take turns on each prompt, with the same weights, after a short run of each that is not counted; DRAFT is a
 draft model for the MODEL called TARGET. ``--transformers`` (needs `gguf` and `accelerate`) decodes the weights to
 float32 there and asks, with our tokens given, which token is the best at every position. ``--peer`` is the Python of an
-environment with llama-cpp-python and numpy, which decodes the same files plainly. ``--without-times`` leaves
-times out of the page, for a machine that does other work too. The exit status is 1 if a run differs from plain.
+environment with llama-cpp-python and numpy, which decodes the same files plainly. The exit status is 1 if a run differs
+from plain.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ import attrs
 import torch
 
 import specdec
-from benchmarks.common import Tally, llama_cpp, machine, median, save
+from benchmarks.common import Tally, in_turns, llama_cpp, machine, median, save
 from benchmarks.released_page import WITH_DRAFT, page
 from specdec.checkpoints import locate
 from specdec.config import Choice, TargetConfig
@@ -39,6 +40,7 @@ from specdec.registry.parts import DrafterPart
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 CONTEXT = 4096  # tokens of a prompt and its answer in llama.cpp
+LONG_PROMPT = 512  # tokens
 
 LOADING = """
 import sys, specdec
@@ -94,7 +96,15 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
                     gaps.append(behind(lm, ids, wanted, answer["tokens"]))
         arms_told = {name: attrs.asdict(tally) for name, tally in tallies.items()}
         tasks[task] = {"prompts": len(chosen), "first_token_seconds": median(waits), "arms": arms_told}
+    long: dict[str, float] = {}
     if theirs is not None:
+        ids = [token for pair in texts for part in pair for token in part][:LONG_PROMPT]
+        sides = {
+            "ours": lambda: generated(arms["plain"][0], ids, max_new_tokens=1)[1],
+            "theirs": lambda: theirs.ask("generate", model, ids, 1)["first_seconds"],
+        }
+        times = in_turns(sides, 3, warm_up=1, measure=operator.call)
+        long = {side: median(seconds) for side, seconds in times.items()}
         theirs.close()
     size = file_bytes(locate(model))
     facts = {"bytes": size, "weights": lm.info.weights, "dtype": lm.info.dtype, "family": lm.info.family}
@@ -103,6 +113,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
     facts |= {"runs": runs, "differing": differing, "chat": lm.tokenizer.has_chat_template}
     if options.peer:
         facts["llama_cpp"] = {**agreement(len(texts), gaps), "load_seconds": their_load}
+        facts["long_prompt_seconds"] = long
     return facts, texts
 
 
@@ -177,7 +188,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--peer", type=Path, metavar="PYTHON")
-    parser.add_argument("--without-times", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--page", type=Path, metavar="FILE")
     return parser.parse_args(given)
@@ -187,7 +197,6 @@ def main() -> None:
     options = arguments()
     options.machine = machine()
     prompts = choose_prompts(load_prompts(TASKS, chat=True), per_class=options.per_class)
-    sample = {"depths": options.depths, "times": not options.without_times}
     for model in options.models:
         specdec.inspect_checkpoint(model)  # a model that cannot be read ends the run before it takes hours
     models: dict[str, Any] = {}
@@ -197,10 +206,9 @@ def main() -> None:
         if options.transformers:
             gaps = [gap for gap in first_gaps(path, texts) if gap > 0]
             models[path.name]["transformers"] = agreement(len(texts), gaps)
-    result = {"sample": sample, "models": models}
-    save(result, options)
+    save({"models": models}, options)
     if options.page is not None:
-        options.page.write_text(page({"machine": options.machine, **result}), encoding="utf-8")
+        options.page.write_text(page(options.machine, models), encoding="utf-8")
     if any(model["differing"] for model in models.values()):
         sys.exit(1)
 

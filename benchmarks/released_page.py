@@ -10,28 +10,24 @@ WITH_DRAFT = "default with the draft model"
 FULL_TASKS, FULL_TOKENS = 10, 200  # prompts of a kind and tokens of an answer; less is called a sample
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """The page, from the result of ``benchmarks.released`` with its machine."""
-    machine, sample = result["machine"], result["sample"]
+def page(machine: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """The page, from the results of ``benchmarks.released`` by model."""
     versions = f"specdec {machine['commit']}, torch {machine['torch']}"
     where = f"{machine['processor']}, {machine['threads']} threads; {versions}."
-    if not sample["times"]:
-        where += " **The machine was busy with other work, so the page has no times; they follow.**"
     parts = [INTRODUCTION, "\n## Measured\n", f"\n{textwrap.fill(where, 120)}\n"]
-    return "".join([*parts, *(_model(name, model, sample) for name, model in result["models"].items())])
+    return "".join([*parts, *(_model(name, model) for name, model in models.items())])
 
 
-def _model(name: str, model: Mapping[str, Any], sample: Mapping[str, Any]) -> str:
-    tasks, times = model["tasks"], sample["times"]
-    text = f"\n## {name}\n\n{_table(('', ''), _facts(model, times))}"
-    if times:
-        text += f"\n### Speed\n\n{_table(('', *tasks), _speeds(tasks))}"
-    deepest = max(sample["depths"])
+def _model(name: str, model: Mapping[str, Any]) -> str:
+    tasks = model["tasks"]
+    deepest = max(int(depth) for arm in next(iter(tasks.values()))["arms"] if (depth := arm.split()[-1]).isdecimal())
+    text = f"\n## {name}\n\n{_table(('', ''), _facts(model))}"
+    text += f"\n### Speed\n\n{_table(('', *tasks), _speeds(tasks))}"
     columns = ("drafter", "task", "drafted", *(f"at {position}" for position in range(deepest)))
     return text + f"\n### Acceptance by position\n\n{_table(columns, _acceptance(tasks, deepest))}"
 
 
-def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
+def _facts(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "family", model["family"]
     tasks = model["tasks"]
     prompts = ", ".join(f"{count['prompts']} {name}" for name, count in tasks.items())
@@ -44,11 +40,12 @@ def _facts(model: Mapping[str, Any], times: bool) -> Iterator[tuple[str, str]]:
     if model["draft_model"]:
         yield "draft model", model["draft_model"]
     yield "memory added by loading / file size", f"{model['memory_over_file_size']:.2f}"
-    if times:
-        beside = f"; llama.cpp {model['llama_cpp']['load_seconds']:.1f} s" if "llama_cpp" in model else ""
-        yield "load to the first token, the second time", f"{model['load_seconds']:.1f} s{beside}"
-        waits = [task["first_token_seconds"] for task in tasks.values()]
-        yield "time to the first token of a prompt, medians by task", f"{min(waits):.2f} to {max(waits):.2f} s"
+    beside = f"; llama.cpp {model['llama_cpp']['load_seconds']:.1f} s" if "llama_cpp" in model else ""
+    yield "load to the first token, the second time", f"{model['load_seconds']:.1f} s{beside}"
+    waits = [task["first_token_seconds"] for task in tasks.values()]
+    yield "time to the first token of a prompt, medians by task", f"{min(waits):.2f} to {max(waits):.2f} s"
+    if long := model.get("long_prompt_seconds"):
+        yield "prompt of 512 tokens to the first token", f"{long['ours']:.2f} s; llama.cpp {long['theirs']:.2f} s"
     runs, differing = model["runs"], model["differing"]
     equal = f"{runs - len(differing)} of {runs}"
     yield "runs with the tokens of plain decoding", equal + (f"; not {', '.join(differing)}" if differing else "")
