@@ -137,6 +137,10 @@ class StateError(SpecdecError):
     """A call that the state of a sequence does not allow (commit before decode, rewind forwards, ...)."""
 
 
+class NoMemoryError(StateError):
+    """There is no memory for the state of another sequence."""
+
+
 class SessionFileError(SpecdecError):
     """A saved session that cannot be used: truncated, foreign, newer, or of another model."""
 

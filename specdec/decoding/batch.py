@@ -118,6 +118,7 @@ class Batch:
             for stream in [stream for stream in numbers if stream not in self.running]:
                 failure = self.failures.pop(stream, None)
                 yield numbers.pop(stream), failure or stream.result
+                del stream  # its state makes room for the next one's
 
     def stop(self) -> None:
         """End the running generations after their current cycle, and begin no more; safe from a signal handler."""

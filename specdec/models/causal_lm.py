@@ -31,7 +31,7 @@ from specdec.contract import (
     no_mtp_head,
     no_mtp_pairs,
 )
-from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, NoMemoryError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import Layer, MtpHead, Norm
 from specdec.models.mtp_chain import LaterModules
 from specdec.sampling import CoupledDraft
@@ -151,10 +151,11 @@ class CausalLM(ForwardPass):
             caches = self._new_caches(capacity)
             heads = self._new_mtp_caches(capacity) if needs.mtp else []
         except (RuntimeError, MemoryError) as error:  # torch and MLX report a refused allocation as a RuntimeError
-            raise StateError(
+            raise NoMemoryError(
                 f"there is no memory for a state of {capacity} tokens",
                 reason=error,
-                try_=f"-s target.capacity={min(capacity // 2, 8192) or 1}, or more, below {capacity}",
+                try_=f"-s target.capacity={min(capacity // 2, 8192) or 1}, or more, below {capacity}; or fewer "
+                "sequences at once",
             ) from error
         boundaries = needs.boundaries
         if needs.mtp and self.model.mtp_residual:

@@ -20,7 +20,7 @@ from specdec.decoding.result import Result, TokenLogprobs
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.drafters.prediction import Answers, RepeatedAnswer
-from specdec.errors import ConfigError, SpecdecError, UnsupportedError
+from specdec.errors import ConfigError, NoMemoryError, SpecdecError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.records.machine import memory
 from specdec.serving.metrics import Metrics
@@ -281,7 +281,7 @@ class Engine:
                 generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt), self._answers)
                 growth = sum(running.growth for running in (*self._running.values(), generation))
                 if self._in_main_memory and growth > MEMORY_SHARE * memory()[1]:
-                    raise self._overloaded("there is no memory for the tokens of another request", "no_memory")
+                    raise self._overloaded("there is no memory for another request", "no_memory")
             except Refusal as refusal:
                 self.forget(turn)
                 turn.send(refusal)
@@ -305,6 +305,8 @@ class Engine:
         self.forget(turn)
         if isinstance(error, ConfigError | UnsupportedError):  # what the request asks for cannot be done
             turn.send(Refusal.of(error))
+        elif isinstance(error, NoMemoryError):
+            turn.send(self._overloaded("there is no memory for another request", "no_memory"))
         elif isinstance(error, SpecdecError):
             turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))
         else:

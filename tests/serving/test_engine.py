@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from specdec.errors import NoMemoryError
 from specdec.serving import engine
 from specdec.serving.engine import Engine
 from specdec.serving.metrics import Metrics
@@ -38,6 +39,22 @@ def test_a_request_is_refused_while_its_tokens_do_not_fit_memory(lm, ready, monk
     assert (refusal.status, refusal.code) == (429, "no_memory")
     assert int(refusal.headers["retry-after"]) >= 1
     assert piece.text == result.text
+
+
+def test_a_state_that_does_not_fit_memory_is_refused_likewise(lm, ready, monkeypatch):
+    async def answer():
+        made = Engine(lm, Metrics(), most_waiting=0, parallel=1, kept_bytes=0)
+        with made.turn(streamed=False) as turn:
+            made.start(turn, ready)
+            await turn.next()
+
+    def new_state(capacity, needs):
+        raise NoMemoryError("there is no memory")
+
+    monkeypatch.setattr(lm.target, "new_state", new_state)
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(answer())
+    assert (refused.value.status, refused.value.code) == (429, "no_memory")
 
 
 @pytest.mark.parametrize(
