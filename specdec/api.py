@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specdec.checking import checked
-from specdec.checkpoints import checkpoint_config, holds_weights, locate, open_checkpoint, text_config
+from specdec.checkpoints import checkpoint_config, holds_weights, locate, naming_keys, open_checkpoint, text_config
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.drafters.heads.describe import HeadReport, describe_head
@@ -106,16 +106,16 @@ def inspect_checkpoint(
     if is_head(config):
         return describe_head(folder)
     checkpoint = open_checkpoint(folder) if folder.is_file() or holds_weights(folder) else None
-    model_config = text_config(config)
-    try:
-        spec, family = family_of(model_config, folder)
-    except UnknownNameError:
-        return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
-    if checkpoint is None:
-        return describe_config(str(folder), config, spec, family, dry_run(spec, family).tensors)
-    checkpoint, family, refused_head = with_head(checkpoint, spec, family, mtp)
-    wanted, found = checked_head(checkpoint, spec, family, refused_head)
-    return describe(checkpoint, spec, family, wanted.tensors, found, wanted.headless)
+    with naming_keys(folder):
+        try:
+            spec, family = family_of(text_config(config), folder)
+        except UnknownNameError:
+            return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
+        if checkpoint is None:
+            return describe_config(str(folder), config, spec, family, dry_run(spec, family).tensors)
+        checkpoint, family, refused_head = with_head(checkpoint, spec, family, mtp)
+        wanted, found = checked_head(checkpoint, spec, family, refused_head)
+        return describe(checkpoint, spec, family, wanted.tensors, found, wanted.headless)
 
 
 def _taken_by(config: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from specdec.checkpoints.gguf import is_gguf, with_gguf_keys
 from specdec.checkpoints.locate import listed
 from specdec.checkpoints.names import canonical_name, text_config
 from specdec.checkpoints.quantised import Formats, TensorFormat, declared_packed, formats_of, quantisation
@@ -157,24 +158,25 @@ def _unpacked(checkpoint: Checkpoint, formats: Formats) -> Iterator[CheckpointEr
     )
 
 
-def stripped_head(checkpoint: Checkpoint, formats: Formats, prefix: str) -> str:
+def stripped_head(checkpoint: Checkpoint, prefix: str) -> str:
     """Say that config.json promises an MTP head and the files have no tensor under ``prefix``."""
     config = text_config(checkpoint.config)
     key = next((key for key in _MTP_KEYS if config.get(key) is not None), None)
-    promise = "" if key is None else f" ({key} = {config[key]})"
-    who = "mlx-lm leaves them out" if converted_by_mlx_lm(formats) else "conversions often leave them out"
+    promise = "" if key is None else f" ({key!r} = {config[key]})"
+    who = "mlx-lm leaves them out" if converted_by_mlx_lm(checkpoint) else "conversions often leave them out"
     others = sorted({file.name for file in checkpoint.path.glob("*.safetensors") if file not in checkpoint.files})
     beside = f"; not listed among the weights: {listed(others)}" if others else ""
-    return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; {who}{beside}"
+    said = f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; {who}{beside}"
+    return with_gguf_keys(checkpoint.path, said)
 
 
-def converted_by_mlx_lm(formats: Formats) -> bool:
-    """Whether names or shapes show a conversion by mlx-lm."""
-    return any(
+def converted_by_mlx_lm(checkpoint: Checkpoint) -> bool:
+    """Whether names or shapes show a conversion by mlx-lm. A GGUF file's experts have the same names."""
+    return not is_gguf(checkpoint.path) and any(
         ".switch_mlp." in name
         or any(tensor.endswith(".scales") for tensor in found.tensors[1:])
         or ("conv1d" in name and len(found.shape) == 3 and found.shape[1:] == (found.shape[1], 1) != (1, 1))
-        for name, found in formats.items()
+        for name, found in formats_of(checkpoint).items()
     )
 
 

@@ -253,5 +253,6 @@ def _experts(weights: Weights, hidden: int, count: int, inner: int) -> tuple[Arr
     else:
         both = weights.host_matrices("experts.gate_up_proj", (count, 2 * inner, hidden))
         gate, up = (weights.ops.stack([matrix[rows] for matrix in both]) for rows in (slice(inner), slice(inner, None)))
-        down = weights.stack("experts.down_proj", (count, hidden, inner))
+        down_proj = "switch_mlp.down_proj.weight"  # of a GGUF file, in which only gate and up are fused
+        down = weights.stack(down_proj if down_proj in weights else "experts.down_proj", (count, hidden, inner))
     return gate, up, down

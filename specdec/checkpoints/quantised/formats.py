@@ -95,7 +95,7 @@ def _stored(
     return TensorFormat(
         format=format,
         shape=checkpoint.shape(tensors[0]),
-        stored_bytes=sum(checkpoint.size_of(name) for name in tensors),
+        stored_bytes=sum(checkpoint.tensors[name].size for name in tensors),
         tensors=tensors,
         error=error,
     )
