@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.gguf import is_gguf, open_gguf
-from specdec.checkpoints.locate import listed
+from specdec.checkpoints.gguf.checkpoint import open_gguf
+from specdec.checkpoints.locate import is_gguf, listed
 from specdec.checkpoints.names import SPECULATORS_LAYER, canonical_name, text_config
 from specdec.checkpoints.reader import Checkpoint, HeadSource, StoredTensor, read_header, read_json, read_tensors
 from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
@@ -68,7 +68,7 @@ def join_head(
     target = text_config(checkpoint.config)
     same = {key: target[key] for key in _SAME if target.get(key) is not None}
     _check_sizes(path, head, config, expected, {"hidden_size": hidden_size, "vocab_size": vocab_size, **same})
-    own = [name for name in checkpoint.names if canonical_name(name).startswith(prefixes)]
+    own = [name for name in checkpoint.tensors if canonical_name(name).startswith(prefixes)]
     return checkpoint.joined(
         head,
         without=own,

@@ -80,7 +80,9 @@ def check_folder(path: Path) -> Path:
     if not os.path.isdir(path):
         if is_gguf(path):
             return path
-        raise CheckpointError(f"{path} is {kind(path.stat().st_mode)}, not a folder", try_=_instead_of_a_file(path))
+        raise CheckpointError(
+            f"{path} is {kind(path.stat().st_mode)}, neither a folder nor a GGUF file", try_=_instead_of_a_file(path)
+        )
     if not os.path.lexists(path / "config.json"):
         whole = [name for name in entries(path) if name.lower().endswith(".gguf") and not _LATER_PART.search(name)]
         if len(whole) == 1:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from specdec.checkpoints.gguf import is_gguf, open_gguf, read_gguf_config, with_gguf_keys
-from specdec.checkpoints.reader import Checkpoint, read_json
+from specdec.checkpoints.gguf.checkpoint import open_gguf, with_gguf_keys
+from specdec.checkpoints.locate import is_gguf
+from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open what ``locate`` returned. Raises: CheckpointError."""
     return open_gguf(path) if is_gguf(path) else Checkpoint.open(path)
-
-
-def checkpoint_config(path: Path) -> dict[str, Any]:
-    """Its ``config.json``, or what stands for it, and nothing else. Raises: CheckpointError."""
-    return read_gguf_config(path) if is_gguf(path) else read_json(path / "config.json")
 
 
 @contextmanager

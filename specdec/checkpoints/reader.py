@@ -59,7 +59,7 @@ class StoredTensor:
     """
 
     file: Path
-    dtype: str  # as in the file: "BF16", "F8_E4M3", ...
+    dtype: str  # as in the file: "BF16", "F8_E4M3", ..., also those that torch lacks ("F4")
     shape: tuple[int, ...]
     start: int  # byte offset after the header
     stop: int
@@ -203,18 +203,6 @@ class Checkpoint:
         """The config.json that describes a tensor: a head from another checkpoint keeps its own."""
         return self._configs.get(self.tensors[name].file, self.config)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors in the files."""
-        return tuple(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its header."""
-        return self.tensors[name].shape
-
     def dtype(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor. Raises: CheckpointError if torch has no such dtype."""
         tensor = self.tensors[name]
@@ -226,14 +214,6 @@ class Checkpoint:
                 try_="the checkpoint in bfloat16 that it was made from",
             )
         return dtype
-
-    def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor as safetensors spells it, including ones that torch lacks ("F4")."""
-        return self.tensors[name].dtype
-
-    def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self.tensors[name].file
 
     @property
     def size_bytes(self) -> int:

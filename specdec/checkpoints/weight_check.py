@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import torch
 
-from specdec.checkpoints.gguf import is_gguf, with_gguf_keys
-from specdec.checkpoints.locate import listed
+from specdec.checkpoints.gguf.checkpoint import with_gguf_keys
+from specdec.checkpoints.locate import is_gguf, listed
 from specdec.checkpoints.names import canonical_name, text_config
 from specdec.checkpoints.quantised import Formats, TensorFormat, declared_packed, formats_of, quantisation
 from specdec.checkpoints.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -101,7 +101,7 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
     def errors_of(head: bool) -> list[CheckpointError]:
         """The errors of the MTP head's tensors, or of all others."""
         group = {name for name, spec in expected.items() if (spec.group == "mtp") == head}
-        findings = _Findings(checkpoint, formats, expected, head=head)
+        findings = _Findings(checkpoint, formats, expected, head)
         return [
             *findings.unreadable([error for name, error in refused.items() if name in group]),
             *findings.missing([name for name in missing if name in group], unused),
@@ -206,30 +206,28 @@ def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     return {len(got), len(wanted)} == {2, 3} and {got, wanted} == {(got[0], 1, got[-1]), (got[0], got[-1])}
 
 
+@attrs.frozen
 class _Findings:
     """Turn lists of names into messages, about the MTP head (``head``) or the rest of the model."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec], *, head: bool
-    ) -> None:
-        self._head = head
-        self._checkpoint = checkpoint
-        self._formats = formats
-        self._expected = expected
+    checkpoint: Checkpoint
+    formats: Formats
+    expected: Mapping[str, TensorSpec]
+    head: bool
 
     def _original(self, name: str) -> str:
         """The tensor in the files with a weight's values or codes."""
-        return self._formats[name].tensors[0]
+        return self.formats[name].tensors[0]
 
     def _file(self, name: str) -> Path:
-        return self._checkpoint.file_of(self._original(name))
+        return self.checkpoint.tensors[self._original(name)].file
 
     def _source(self) -> Path:
         """The file that lists the tensors: the index, the only file, or where an MTP head was taken from."""
-        if self._head and self._checkpoint.head.path is not None:
-            return self._checkpoint.head.path
-        index = self._checkpoint.path / INDEX_FILE
-        return index if index.is_file() else self._checkpoint.path / SINGLE_FILE
+        if self.head and self.checkpoint.head.path is not None:
+            return self.checkpoint.head.path
+        index = self.checkpoint.path / INDEX_FILE
+        return index if index.is_file() else self.checkpoint.path / SINGLE_FILE
 
     def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
         """The first refusal, with the number of others."""
@@ -247,10 +245,10 @@ class _Findings:
             if (canonical := canonical_name(names[0])) != names[0]:
                 cure = f"{canonical} in the family's build: names are looked up without model. or language_model."
             yield CheckpointError(
-                f"the tensor {names[0]} {list(self._expected[names[0]].shape)} is missing{more}",
+                f"the tensor {names[0]} {list(self.expected[names[0]].shape)} is missing{more}",
                 file=self._source(),
                 nearest=self._nearest(names[0], unused),
-                quantised=quantisation(self._checkpoint.config),
+                quantised=quantisation(self.checkpoint.config),
                 try_=cure,
             )
 
@@ -259,11 +257,11 @@ class _Findings:
         # candidates with the same last word first: comparing with every expert of every layer would take seconds
         last = name.rsplit(".", 2)[-2:]
         alike = [other for other in unused if other.rsplit(".", 2)[-2:] == last]
-        match = nearest(name, alike) or nearest(name, unused) or nearest(name, self._formats)
+        match = nearest(name, alike) or nearest(name, unused) or nearest(name, self.formats)
         if match is None:
             return None
         original = self._original(match)
-        return f"{match} {list(self._formats[match].shape)}{'' if original == match else f', stored as {original}'}"
+        return f"{match} {list(self.formats[match].shape)}{'' if original == match else f', stored as {original}'}"
 
     def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
         if not found:

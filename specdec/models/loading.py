@@ -105,7 +105,7 @@ def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> Lo
     # 3 check
     phase("checkpoint_read", folder=str(folder), family=spec.name, backend=backend.name, dtype=dtype)
     source, headless = _checked(checkpoint, spec, family, asked, decoded, notices, refused_head, made_ops)
-    phase("weights_checked", tensors=len(source.names))
+    phase("weights_checked", tensors=len(source.tensors))
 
     # 4 build
     ops = made_ops()

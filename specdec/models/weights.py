@@ -135,7 +135,7 @@ class Weights:
 
     def head_converted(self, converted: bool) -> bool:
         """Whether mlx-lm converted the MTP head, in a checkpoint of which it ``converted`` the layers or not."""
-        stored = None if self.stored is None else self.stored.head.converted
+        stored = None if self.stored is None else self.stored.checkpoint.head.converted
         return converted if stored is None else stored
 
     def _leave_out_head(self, reason: str) -> None:

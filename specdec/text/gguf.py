@@ -11,7 +11,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from specdec.checkpoints.gguf import GgufFile, special_tokens
+from specdec.checkpoints.gguf.checkpoint import special_tokens
+from specdec.checkpoints.gguf.file import GgufFile
 from specdec.errors import CheckpointError, shown
 from specdec.text.chat_template import SOURCE_LIMIT, ChatTemplate
 

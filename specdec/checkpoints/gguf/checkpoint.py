@@ -20,7 +20,6 @@ from specdec.checkpoints.gguf.architectures import (
     DERIVED,
     KEYS,
     LAYER,
-    REALS,
     REQUIRED,
     SQUEEZED,
     TOP,
@@ -59,11 +58,6 @@ def tokenizer_notices(file: GgufFile) -> Iterator[str]:
     """What the user should know of a file's tokenizer."""
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in file.metadata:
         yield f"{file.path.name} does not say how text is split (tokenizer.ggml.pre): as for GPT-2"
-
-
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` that a file's metadata amount to. Raises: CheckpointError."""
-    return _Reader(read_gguf(path)).config()
 
 
 _parsed: WeakValueDictionary[tuple[Path, int, int], GgufFile] = WeakValueDictionary()  # by path, size and time
@@ -145,7 +139,7 @@ class _Reader:
             value = metadata.get(f"{self.prefix}.{name}")
             if value is None and key in REQUIRED:
                 raise self._error(f"lacks the key {self.prefix}.{name}")
-            if not isinstance(value, (int | float if key.endswith(REALS) else int) | None):
+            if not isinstance(value, int | float | None):
                 raise self._error(f"has {shown(value)} under {self.prefix}.{name}, which takes a number")
             if value is not None:
                 config[key] = value
@@ -203,7 +197,7 @@ class _Reader:
         kind = self.file.metadata.get("general.type", "model")
         if kind != "model":
             raise self._error(f"is no model but of the type {shown(kind)}")
-        read = {*self.keys.values(), *self.architecture.silent, *_SILENT}
+        read = {*KEYS.values(), *self.keys.values(), *self.architecture.silent, *_SILENT}
         read |= {"nextn_predict_layers"} if self.architecture.mtp else set()
         for key, value in own.items():
             if key in read or key.startswith("rope.scaling."):
