@@ -49,6 +49,7 @@ DERIVED = {key: f"rope.scaling.{name}" for key, name in YARN.items()} | {
     "rope_type": "rope.scaling.type",
     "v_head_dim": "attention.value_length_mla",
 }
+REALS = ("_eps", "_theta", "_freq", "_multiplier", "_scaling", "_factor")  # ends of keys that take any number
 REQUIRED = KEYS.keys() - {"intermediate_size", "num_key_value_heads", "head_dim", "rope_theta"}
 LAYER = {
     "attn_norm": "input_layernorm",

@@ -20,6 +20,7 @@ from specdec.checkpoints.gguf.architectures import (
     DERIVED,
     KEYS,
     LAYER,
+    REALS,
     REQUIRED,
     SQUEEZED,
     TOP,
@@ -87,7 +88,8 @@ def special_tokens(file: GgufFile) -> dict[str, int]:
     for role, value in named.items():
         if type(value) is not int or not 0 <= value < count:
             raise CheckpointError(
-                f"{file.path.name} has {shown(value)} under tokenizer.ggml.{role}_token_id, of {count} tokens",
+                f"{file.path.name} has {shown(value)} under tokenizer.ggml.{role}_token_id, and {count} tokens, "
+                "counted from 0",
                 file=file.path,
             )
     return named
@@ -139,7 +141,7 @@ class _Reader:
             value = metadata.get(f"{self.prefix}.{name}")
             if value is None and key in REQUIRED:
                 raise self._error(f"lacks the key {self.prefix}.{name}")
-            if not isinstance(value, int | float | None):
+            if not isinstance(value, (int | float if key.endswith(REALS) else int) | None):
                 raise self._error(f"has {shown(value)} under {self.prefix}.{name}, which takes a number")
             if value is not None:
                 config[key] = value
