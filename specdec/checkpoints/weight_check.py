@@ -223,11 +223,12 @@ class _Findings:
         return self.checkpoint.tensors[self._original(name)].file
 
     def _source(self) -> Path:
-        """The file that lists the tensors: the index, the only file, or where an MTP head was taken from."""
+        """The file that lists the tensors, or where an MTP head was taken from."""
         if self.head and self.checkpoint.head.path is not None:
             return self.checkpoint.head.path
-        index = self.checkpoint.path / INDEX_FILE
-        return index if index.is_file() else self.checkpoint.path / SINGLE_FILE
+        path = self.checkpoint.path
+        files = (path, path / INDEX_FILE, path / SINGLE_FILE)  # a GGUF file, or what is in a folder
+        return next((file for file in files if file.is_file()), files[-1])
 
     def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
         """The first refusal, with the number of others."""
@@ -241,7 +242,7 @@ class _Findings:
     def missing(self, names: list[str], unused: list[str]) -> Iterator[CheckpointError]:
         if names:
             more = f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
-            cure = "a complete checkpoint whose tensors fit its config.json"
+            cure = "a complete checkpoint whose tensors fit its config"
             if (canonical := canonical_name(names[0])) != names[0]:
                 cure = f"{canonical} in the family's build: names are looked up without model. or language_model."
             yield CheckpointError(

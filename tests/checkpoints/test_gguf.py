@@ -578,6 +578,7 @@ def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str
         ("tokenizer.ggml.eot_token_id", 277),
         ("llama.attention.head_count", 0),
         ("llama.attention.head_count_kv", 3),
+        ("llama.attention.key_length", 20),
         ("llama.attention.layer_norm_rms_epsilon", -1e-6),
         ("llama.block_count", 2**20),
         ("llama.context_length", 0),
@@ -595,10 +596,19 @@ def test_a_key_that_is_refused_is_named(tmp_path: Path, key: str, value: object)
         assert key.removesuffix(".factor") in str(caught.value) or value == "adapter"
 
 
-def test_a_size_that_its_tensors_contradict_is_the_files_own(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "one.gguf", write_llama(tmp_path / "folder"), **{"llama.feed_forward_length": 60})
-    with pytest.raises(CheckpointError, match=r"has the shape .*, one\.gguf implies \[60, "):
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("llama.feed_forward_length", r"has the shape .*, one\.gguf implies \[60, "),
+        ("llama.block_count", r"layers.\d+.self_attn.q_proj.weight .* is missing"),
+    ],
+)
+def test_a_size_that_its_tensors_contradict_is_the_files_own(tmp_path: Path, key: str, message: str) -> None:
+    file = write_gguf(tmp_path / "one.gguf", write_llama(tmp_path / "folder"), **{key: 60})
+    with pytest.raises(CheckpointError, match=message) as caught:
         specdec.load(str(file))
+    assert caught.value.facts["file"] == str(file)
+    assert "config.json" not in str(caught.value)
 
 
 def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None:

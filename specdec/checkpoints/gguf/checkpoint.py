@@ -184,7 +184,10 @@ class _Reader:
         if self.architecture.partial and rotary is not None and 0 < rotary < width:
             config["partial_rotary_factor"] = rotary / width
         elif rotary not in (None, width):
-            raise self._error(f"rotates {rotary} of {width} values of a head ({self.prefix}.rope.dimension_count)")
+            size = f"{self.prefix}.attention.{'key_length' if 'head_dim' in config else 'head_count'}"
+            raise self._error(
+                f"rotates {rotary} ({self.prefix}.rope.dimension_count) of {width} values of a head ({size})"
+            )
         if self._whole("attention.value_length", width) != width:
             raise self._error(f"has values of another width than keys ({self.prefix}.attention.value_length)")
         return width
