@@ -280,6 +280,13 @@ def test_a_side_file_of_another_model_is_refused(
             with_head(target, other)
 
 
+def test_the_config_of_a_head_keeps_its_name(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "model.gguf", tiny.write_qwen3_5(tmp_path / "folder"))
+    (tmp_path / "folder" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"^config\.json is not valid JSON"):
+        with_head(model, tmp_path / "folder")
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "Q5_1"])
 def test_blocks_of_several_value_heads_are_brought_into_order(tmp_path: Path, kind: str) -> None:
     """Those of ``ssm_out``, decoded and packed: the values of the format, with every head's columns in its group."""
