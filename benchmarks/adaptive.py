@@ -40,7 +40,7 @@ def with_random_head(folder: Path, seed: int = 0) -> Path:
     checkpoint = Checkpoint.open(locate("demo"))
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name in checkpoint.names:
+    for name in checkpoint.tensors:
         tensor = checkpoint.load(name)
         if name.startswith("mtp.") and tensor.dim() > 1:
             noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()

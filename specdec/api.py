@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specdec.checking import checked
-from specdec.checkpoints import checkpoint_config, holds_weights, locate, open_checkpoint, text_config
+from specdec.checkpoints import holds_weights, locate, naming_keys, open_checkpoint, read_json, text_config
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.drafters.heads.describe import HeadReport, describe_head
@@ -102,20 +102,22 @@ def inspect_checkpoint(
     """
     target = TargetConfig(model=model, revision=revision)
     folder = locate(target.model, revision=target.revision)
-    config = checkpoint_config(folder)
+    checkpoint = open_checkpoint(folder) if folder.is_file() else None
+    config = read_json(folder / "config.json") if checkpoint is None else checkpoint.config
     if is_head(config):
         return describe_head(folder)
-    checkpoint = open_checkpoint(folder) if folder.is_file() or holds_weights(folder) else None
-    model_config = text_config(config)
-    try:
-        spec, family = family_of(model_config, folder)
-    except UnknownNameError:
-        return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
-    if checkpoint is None:
-        return describe_config(str(folder), config, spec, family, dry_run(spec, family).tensors)
-    checkpoint, family, refused_head = with_head(checkpoint, spec, family, mtp)
-    wanted, found = checked_head(checkpoint, spec, family, refused_head)
-    return describe(checkpoint, spec, family, wanted.tensors, found, wanted.headless)
+    if checkpoint is None and holds_weights(folder):
+        checkpoint = open_checkpoint(folder)
+    with naming_keys(folder):
+        try:
+            spec, family = family_of(text_config(config), folder)
+        except UnknownNameError:
+            return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
+        if checkpoint is None:
+            return describe_config(str(folder), config, spec, family, dry_run(spec, family).tensors)
+        checkpoint, family, refused_head = with_head(checkpoint, spec, family, mtp)
+        wanted, found = checked_head(checkpoint, spec, family, refused_head)
+        return describe(checkpoint, spec, family, wanted.tensors, found, wanted.headless)
 
 
 def _taken_by(config: Mapping[str, Any]) -> str:

@@ -6,8 +6,8 @@ Nothing is unpickled, and no code from a checkpoint runs.
 from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.heads import join_head, unlisted_head
 from specdec.checkpoints.locate import locate
-from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
-from specdec.checkpoints.opening import checkpoint_config, open_checkpoint
+from specdec.checkpoints.names import Names, canonical_name, canonical_names, text_config
+from specdec.checkpoints.opening import naming_keys, open_checkpoint
 from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
 from specdec.checkpoints.weight_check import TensorSpec, WeightCheck, check_weights
 from specdec.checkpoints.weights import StoredWeights
@@ -22,12 +22,11 @@ __all__ = [
     "canonical_name",
     "canonical_names",
     "check_weights",
-    "checkpoint_config",
     "fingerprint",
     "holds_weights",
-    "is_ignored",
     "join_head",
     "locate",
+    "naming_keys",
     "open_checkpoint",
     "read_json",
     "text_config",

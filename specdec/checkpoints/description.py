@@ -180,9 +180,9 @@ def describe_foreign(
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
     dtypes: dict[str, int] = {}
-    for name in checkpoint.names:
-        dtype = checkpoint.stored_dtype(name).lower()
-        dtypes[dtype] = dtypes.get(dtype, 0) + math.prod(checkpoint.shape(name))
+    for tensor in checkpoint.tensors.values():
+        dtype = tensor.dtype.lower()
+        dtypes[dtype] = dtypes.get(dtype, 0) + math.prod(tensor.shape)
     return dtypes
 
 

@@ -19,9 +19,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for name in sorted(checkpoint.names):
+    for name in sorted(checkpoint.tensors):
         tensor = checkpoint.load(name).flatten()
-        digest.update(f"{name} {checkpoint.shape(name)} {checkpoint.dtype(name)}".encode())
+        digest.update(f"{name} {checkpoint.tensors[name].shape} {checkpoint.dtype(name)}".encode())
         for part in (tensor[:SAMPLED], tensor[-SAMPLED:]):
             digest.update(bytes(part.contiguous().view(torch.uint8).numpy()))
     return digest.hexdigest()

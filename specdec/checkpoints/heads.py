@@ -1,5 +1,6 @@
 """Take an MTP head from a file or folder beside the checkpoint's weights, or from another checkpoint.
 
+llama.cpp's converter writes such a file too, ``mtp-NAME.gguf``: the head, the embedding and the metadata of its model.
 A head in speculators' layout has other names. It was trained on the target's states before the final norm, whereas a
 model's own head reads those after it.
 """
@@ -11,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.locate import listed
+from specdec.checkpoints.gguf.checkpoint import open_gguf
+from specdec.checkpoints.locate import is_gguf, listed
 from specdec.checkpoints.names import SPECULATORS_LAYER, canonical_name, text_config
-from specdec.checkpoints.quantised import formats_of
 from specdec.checkpoints.reader import Checkpoint, HeadSource, StoredTensor, read_header, read_json, read_tensors
 from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
 from specdec.errors import CheckpointError, shown
@@ -34,6 +35,7 @@ def join_head(
     path: Path,
     prefixes: tuple[str, ...],
     expected: Mapping[str, TensorSpec],
+    model_types: tuple[str, ...],
     *,
     hidden_size: int,
     vocab_size: int,
@@ -42,16 +44,19 @@ def join_head(
 
     Args:
         checkpoint: the open checkpoint.
-        path: a safetensors file, or a folder with ``mtp.safetensors``, one safetensors file, or a whole checkpoint. Of
-            its tensors, those of the head are taken, in any layout and format that a checkpoint may have.
+        path: a safetensors or GGUF file, or a folder with ``mtp.safetensors``, one safetensors file, or a whole
+            checkpoint. Of its tensors, those of the head are taken, in any layout and format of a checkpoint.
         prefixes: what the head's canonical names begin with.
         expected: canonical name -> spec of every tensor that the model needs.
+        model_types: of the model's family.
         hidden_size, vocab_size: of the model.
 
     Raises: CheckpointError if there is no head, or one of another model, with both figures.
     """
     tensors, config = _read(path, prefixes)
-    residual, config = _of_speculators(path, tensors, config, checkpoint.config)
+    if is_gguf(path) and config is not None and config["model_type"] not in model_types:
+        raise _other_model(path, "model_type", config["model_type"], text_config(checkpoint.config).get("model_type"))
+    residual, config = _of_speculators(path, tensors, config)
     head = {name: tensor for name, tensor in tensors.items() if canonical_name(name).startswith(prefixes)}
     if not head:
         raise CheckpointError(
@@ -60,8 +65,10 @@ def join_head(
             found=listed(tensors),
             try_="the file, or the original checkpoint's folder, with these tensors",
         )
-    _check_sizes(path, head, config, expected, {"hidden_size": hidden_size, "vocab_size": vocab_size})
-    own = [name for name in checkpoint.names if canonical_name(name).startswith(prefixes)]
+    target = text_config(checkpoint.config)
+    same = {key: target[key] for key in _SAME if target.get(key) is not None}
+    _check_sizes(path, head, config, expected, {"hidden_size": hidden_size, "vocab_size": vocab_size, **same})
+    own = [name for name in checkpoint.tensors if canonical_name(name).startswith(prefixes)]
     return checkpoint.joined(
         head,
         without=own,
@@ -82,11 +89,11 @@ _LAYOUT = (
 
 
 def _of_speculators(
-    path: Path, tensors: Mapping[str, StoredTensor], config: dict[str, Any] | None, target: Mapping[str, Any]
+    path: Path, tensors: Mapping[str, StoredTensor], config: dict[str, Any] | None
 ) -> tuple[bool, dict[str, Any] | None]:
     """Whether the files are in speculators' layout, and the config of the model that the head belongs to.
 
-    Raises: CheckpointError for tensors or sizes that such a head of this target cannot have.
+    Raises: CheckpointError for tensors that such a head cannot have.
     """
     said = None if config is None else config.get("speculators_model_type")
     if config is None or said is None:
@@ -104,26 +111,20 @@ def _of_speculators(
                 file=path,
             )
     inner = config.get("transformer_layer_config")
-    if not isinstance(inner, Mapping):
-        return True, config
-    own, theirs = text_config(inner), text_config(target)
-    for key in _SAME:
-        if key in own and key in theirs and own[key] != theirs[key]:
-            raise CheckpointError(
-                f"the MTP head in {path} belongs to another model: its {key} is {shown(own[key])}, this model's is "
-                f"{shown(theirs[key])}"
-            )
-    return True, {**config, "text_config": own}
+    return True, {**config, "text_config": text_config(inner)} if isinstance(inner, Mapping) else config
 
 
 def _read(path: Path, prefixes: tuple[str, ...]) -> tuple[dict[str, StoredTensor], dict[str, Any] | None]:
-    """The tensors of a file or folder, and the folder's config.json if it has one."""
+    """The tensors of a file or folder, and its config if it has one."""
+    if is_gguf(path):
+        source = open_gguf(path)
+        return dict(source.tensors), source.config
     if os.path.isfile(path):
         return read_header(path), None
     if not os.path.isdir(path):
         raise CheckpointError(
             f"target.mtp names no file or folder: {path}",
-            try_="a safetensors file or a folder on this machine; a hub id is not taken here",
+            try_="a safetensors or GGUF file or a folder on this machine; a hub id is not taken here",
         )
     config = path / "config.json"
     single = path / HEAD_FILE
@@ -142,7 +143,7 @@ def _check_sizes(
     head: Mapping[str, StoredTensor],
     config: Mapping[str, Any] | None,
     expected: Mapping[str, TensorSpec],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Any],
 ) -> None:
     """Refuse the head of another model. Raises: CheckpointError with both figures."""
     found: dict[str, Any] = {}
@@ -154,13 +155,17 @@ def _check_sizes(
             found["vocab_size"] = tensor.shape[0]
     if config is not None:
         own = text_config(config)
-        found |= {key: own[key] for key in sizes if key in own}
+        found |= {key: own[key] for key in sizes if own.get(key) is not None}
     for key, size in sizes.items():
         if found.get(key, size) != size:
-            raise CheckpointError(
-                f"the MTP head in {path} belongs to another model: its {key} is {found[key]!r}, this model's is {size}",
-                try_="the head of this checkpoint, or of one that was fine-tuned from the same model",
-            )
+            raise _other_model(path, key, found[key], size)
+
+
+def _other_model(path: Path, key: str, got: Any, wanted: Any) -> CheckpointError:
+    return CheckpointError(
+        f"the MTP head in {path} belongs to another model: its {key} is {shown(got)}, this model's is {shown(wanted)}",
+        try_="the head of this checkpoint, or of one that was fine-tuned from the same model",
+    )
 
 
 def _converted(
@@ -170,4 +175,4 @@ def _converted(
     rest = {name: tensor for name, tensor in tensors.items() if not canonical_name(name).startswith(prefixes)}
     if not rest:
         return None
-    return converted_by_mlx_lm(formats_of(Checkpoint(path, dict(config or {}), {}, rest)))
+    return converted_by_mlx_lm(Checkpoint(path, dict(config or {}), {}, rest))

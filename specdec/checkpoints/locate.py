@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from specdec.errors import CheckpointError, cut, nearest
-from specdec.files.reading import open_file
+from specdec.files.reading import kind, open_file
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split GGUF file
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -80,7 +80,9 @@ def check_folder(path: Path) -> Path:
     if not os.path.isdir(path):
         if is_gguf(path):
             return path
-        raise CheckpointError(f"{path} is a file, not a folder", try_=_instead_of_a_file(path))
+        raise CheckpointError(
+            f"{path} is {kind(path.stat().st_mode)}, neither a folder nor a GGUF file", try_=_instead_of_a_file(path)
+        )
     if not os.path.lexists(path / "config.json"):
         whole = [name for name in entries(path) if name.lower().endswith(".gguf") and not _LATER_PART.search(name)]
         if len(whole) == 1:

@@ -51,17 +51,12 @@ def canonical_name(name: str) -> str:
     return _SPECULATORS.get(word, "mtp.layers.0.") + rest.removeprefix(word)
 
 
-def is_ignored(name: str) -> bool:
-    """Whether a tensor belongs to a vision or audio tower."""
-    return canonical_name(name).split(".", 1)[0] in _OTHER_TOWERS
-
-
 def canonical_names(names: Iterable[str]) -> Names:
     """Map canonical names to the given ones. Raises: CheckpointError if two names share a canonical name."""
     found, ignored = Names(), []
     for name in names:
         canonical = canonical_name(name)
-        if is_ignored(name):
+        if canonical.split(".", 1)[0] in _OTHER_TOWERS:
             ignored.append(name)
         elif canonical in found:
             raise CheckpointError(

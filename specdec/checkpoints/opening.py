@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from specdec.checkpoints.gguf import is_gguf, open_gguf, read_gguf_config
-from specdec.checkpoints.reader import Checkpoint, read_json
+from specdec.checkpoints.gguf.checkpoint import open_gguf, with_gguf_keys
+from specdec.checkpoints.locate import is_gguf
+from specdec.checkpoints.reader import Checkpoint
+from specdec.errors import CheckpointError
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -14,6 +17,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return open_gguf(path) if is_gguf(path) else Checkpoint.open(path)
 
 
-def checkpoint_config(path: Path) -> dict[str, Any]:
-    """Its ``config.json``, or what stands for it, and nothing else. Raises: CheckpointError."""
-    return read_gguf_config(path) if is_gguf(path) else read_json(path / "config.json")
+@contextmanager
+def naming_keys(path: Path) -> Iterator[None]:
+    """Let errors about a GGUF file's numbers name it and its keys instead of ``config.json`` and those there."""
+    try:
+        yield
+    except CheckpointError as error:
+        file = Path(error.facts.get("file", path))
+        if file.name == "config.json" and file.parent != path:  # a real one, of an MTP head
+            raise
+        if (message := with_gguf_keys(path, error.message)) != error.message:
+            error.message, error.args, error.facts = message, (message,), {"file": str(path)}
+        raise

@@ -59,7 +59,7 @@ class StoredTensor:
     """
 
     file: Path
-    dtype: str  # as in the file: "BF16", "F8_E4M3", ...
+    dtype: str  # as in the file: "BF16", "F8_E4M3", ..., also those that torch lacks ("F4")
     shape: tuple[int, ...]
     start: int  # byte offset after the header
     stop: int
@@ -145,6 +145,7 @@ class Checkpoint:
         generation_config: ``generation_config.json``, or an empty dict.
         notices: notices for the user, one sentence each.
         head: where the MTP head was taken from.
+        tensors: headers by name in the files.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Checkpoint:
         self.notices = notices
         self.head = HeadSource()
         self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
-        self._tensors = tensors
+        self.tensors = tensors
         self._configs: dict[Path, Mapping[str, Any]] = {}  # of files that came with a config.json of their own
         first_in = {tensor.file: tensor for tensor in tensors.values()}
         self._files: dict[Path, Any] = {file: tensor.open() for file, tensor in first_in.items()}
@@ -186,7 +187,7 @@ class Checkpoint:
         notices: Sequence[str],
     ) -> Checkpoint:
         """This checkpoint with the tensors of a head from elsewhere and ``without`` some of its own."""
-        kept = {name: tensor for name, tensor in self._tensors.items() if name not in without}
+        kept = {name: tensor for name, tensor in self.tensors.items() if name not in without}
         joined = Checkpoint(self.path, self.config, self.generation_config, {**kept, **head}, (*self.notices, *notices))
         joined.head = source
         if config is not None:
@@ -196,27 +197,15 @@ class Checkpoint:
     @property
     def files(self) -> frozenset[Path]:
         """The files that the weights are in."""
-        return frozenset(tensor.file for tensor in self._tensors.values())
+        return frozenset(tensor.file for tensor in self.tensors.values())
 
     def config_of(self, name: str) -> Mapping[str, Any]:
         """The config.json that describes a tensor: a head from another checkpoint keeps its own."""
-        return self._configs.get(self._tensors[name].file, self.config)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors in the files."""
-        return tuple(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its header."""
-        return self._tensors[name].shape
+        return self._configs.get(self.tensors[name].file, self.config)
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor. Raises: CheckpointError if torch has no such dtype."""
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         dtype = tensor.torch_dtype
         if dtype is None:
             raise CheckpointError(
@@ -226,26 +215,10 @@ class Checkpoint:
             )
         return dtype
 
-    def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor as safetensors spells it, including ones that torch lacks ("F4")."""
-        return self._tensors[name].dtype
-
-    def columns(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """As ``StoredTensor.columns``."""
-        return self._tensors[name].columns
-
-    def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._tensors[name].file
-
-    def size_of(self, name: str) -> int:
-        """Bytes of a tensor in its file."""
-        return self._tensors[name].size
-
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.size for tensor in self._tensors.values())
+        return sum(tensor.size for tensor in self.tensors.values())
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the host in its stored dtype: memory-mapped and private, never copied.
@@ -254,7 +227,7 @@ class Checkpoint:
         Raises: CheckpointError for a dtype that torch lacks.
         """
         self.dtype(name)
-        return self._tensors[name].read(self._file(name), name)
+        return self.tensors[name].read(self._file(name), name)
 
     def rows(self, name: str, start: int, stop: int, *, axes: int = 1) -> torch.Tensor:
         """Entries ``start`` to ``stop`` (exclusive) of a tensor whose first ``axes`` axes are flattened into one.
@@ -264,16 +237,16 @@ class Checkpoint:
         Raises: CheckpointError for a dtype that torch lacks, or a file that ends early.
         """
         self.dtype(name)
-        return self._tensors[name].read_rows(self._file(name), name, start, stop, axes)
+        return self.tensors[name].read_rows(self._file(name), name, start, stop, axes)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Copies of a tensor's rows as its file stores them, some at a time. As ``rows``, it maps nothing."""
         self.dtype(name)
-        return self._tensors[name].pieces(name)
+        return self.tensors[name].pieces(name)
 
     def _file(self, name: str) -> Any:
         """The open file of a tensor."""
-        file = self._tensors[name].file
+        file = self.tensors[name].file
         if file not in self._files:
             raise CheckpointError("this checkpoint was closed", file=file, try_="Checkpoint.open again")
         return self._files[file]

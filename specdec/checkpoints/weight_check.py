@@ -9,7 +9,8 @@ from pathlib import Path
 import attrs
 import torch
 
-from specdec.checkpoints.locate import listed
+from specdec.checkpoints.gguf.checkpoint import with_gguf_keys
+from specdec.checkpoints.locate import is_gguf, listed
 from specdec.checkpoints.names import canonical_name, text_config
 from specdec.checkpoints.quantised import Formats, TensorFormat, declared_packed, formats_of, quantisation
 from specdec.checkpoints.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -100,7 +101,7 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
     def errors_of(head: bool) -> list[CheckpointError]:
         """The errors of the MTP head's tensors, or of all others."""
         group = {name for name, spec in expected.items() if (spec.group == "mtp") == head}
-        findings = _Findings(checkpoint, formats, expected, head=head)
+        findings = _Findings(checkpoint, formats, expected, head)
         return [
             *findings.unreadable([error for name, error in refused.items() if name in group]),
             *findings.missing([name for name in missing if name in group], unused),
@@ -157,24 +158,25 @@ def _unpacked(checkpoint: Checkpoint, formats: Formats) -> Iterator[CheckpointEr
     )
 
 
-def stripped_head(checkpoint: Checkpoint, formats: Formats, prefix: str) -> str:
+def stripped_head(checkpoint: Checkpoint, prefix: str) -> str:
     """Say that config.json promises an MTP head and the files have no tensor under ``prefix``."""
     config = text_config(checkpoint.config)
     key = next((key for key in _MTP_KEYS if config.get(key) is not None), None)
-    promise = "" if key is None else f" ({key} = {config[key]})"
-    who = "mlx-lm leaves them out" if converted_by_mlx_lm(formats) else "conversions often leave them out"
+    promise = "" if key is None else f" ({key!r} = {config[key]})"
+    who = "mlx-lm leaves them out" if converted_by_mlx_lm(checkpoint) else "conversions often leave them out"
     others = sorted({file.name for file in checkpoint.path.glob("*.safetensors") if file not in checkpoint.files})
     beside = f"; not listed among the weights: {listed(others)}" if others else ""
-    return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; {who}{beside}"
+    said = f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; {who}{beside}"
+    return with_gguf_keys(checkpoint.path, said)
 
 
-def converted_by_mlx_lm(formats: Formats) -> bool:
-    """Whether names or shapes show a conversion by mlx-lm."""
-    return any(
+def converted_by_mlx_lm(checkpoint: Checkpoint) -> bool:
+    """Whether names or shapes show a conversion by mlx-lm. A GGUF file's experts have the same names."""
+    return not is_gguf(checkpoint.path) and any(
         ".switch_mlp." in name
         or any(tensor.endswith(".scales") for tensor in found.tensors[1:])
         or ("conv1d" in name and len(found.shape) == 3 and found.shape[1:] == (found.shape[1], 1) != (1, 1))
-        for name, found in formats.items()
+        for name, found in formats_of(checkpoint).items()
     )
 
 
@@ -204,30 +206,29 @@ def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     return {len(got), len(wanted)} == {2, 3} and {got, wanted} == {(got[0], 1, got[-1]), (got[0], got[-1])}
 
 
+@attrs.frozen
 class _Findings:
     """Turn lists of names into messages, about the MTP head (``head``) or the rest of the model."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec], *, head: bool
-    ) -> None:
-        self._head = head
-        self._checkpoint = checkpoint
-        self._formats = formats
-        self._expected = expected
+    checkpoint: Checkpoint
+    formats: Formats
+    expected: Mapping[str, TensorSpec]
+    head: bool
 
     def _original(self, name: str) -> str:
         """The tensor in the files with a weight's values or codes."""
-        return self._formats[name].tensors[0]
+        return self.formats[name].tensors[0]
 
     def _file(self, name: str) -> Path:
-        return self._checkpoint.file_of(self._original(name))
+        return self.checkpoint.tensors[self._original(name)].file
 
     def _source(self) -> Path:
-        """The file that lists the tensors: the index, the only file, or where an MTP head was taken from."""
-        if self._head and self._checkpoint.head.path is not None:
-            return self._checkpoint.head.path
-        index = self._checkpoint.path / INDEX_FILE
-        return index if index.is_file() else self._checkpoint.path / SINGLE_FILE
+        """The file that lists the tensors, or where an MTP head was taken from."""
+        if self.head and self.checkpoint.head.path is not None:
+            return self.checkpoint.head.path
+        path = self.checkpoint.path
+        files = (path, path / INDEX_FILE, path / SINGLE_FILE)  # a GGUF file, or what is in a folder
+        return next((file for file in files if file.is_file()), files[-1])
 
     def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
         """The first refusal, with the number of others."""
@@ -241,14 +242,14 @@ class _Findings:
     def missing(self, names: list[str], unused: list[str]) -> Iterator[CheckpointError]:
         if names:
             more = f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
-            cure = "a complete checkpoint whose tensors fit its config.json"
+            cure = "a complete checkpoint whose tensors fit its config"
             if (canonical := canonical_name(names[0])) != names[0]:
                 cure = f"{canonical} in the family's build: names are looked up without model. or language_model."
             yield CheckpointError(
-                f"the tensor {names[0]} {list(self._expected[names[0]].shape)} is missing{more}",
+                f"the tensor {names[0]} {list(self.expected[names[0]].shape)} is missing{more}",
                 file=self._source(),
                 nearest=self._nearest(names[0], unused),
-                quantised=quantisation(self._checkpoint.config),
+                quantised=quantisation(self.checkpoint.config),
                 try_=cure,
             )
 
@@ -257,11 +258,11 @@ class _Findings:
         # candidates with the same last word first: comparing with every expert of every layer would take seconds
         last = name.rsplit(".", 2)[-2:]
         alike = [other for other in unused if other.rsplit(".", 2)[-2:] == last]
-        match = nearest(name, alike) or nearest(name, unused) or nearest(name, self._formats)
+        match = nearest(name, alike) or nearest(name, unused) or nearest(name, self.formats)
         if match is None:
             return None
         original = self._original(match)
-        return f"{match} {list(self._formats[match].shape)}{'' if original == match else f', stored as {original}'}"
+        return f"{match} {list(self.formats[match].shape)}{'' if original == match else f', stored as {original}'}"
 
     def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
         if not found:

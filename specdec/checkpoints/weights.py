@@ -22,7 +22,7 @@ from specdec.checkpoints.quantised import (
     rounded,
     rounds,
 )
-from specdec.checkpoints.reader import Checkpoint, HeadSource
+from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, nearest
 
 
@@ -57,11 +57,6 @@ class StoredWeights:
         self._keeps = frozenset() if weights == "decoded" else frozenset(keeps)
         self._bits = ROUNDED_BITS.get(weights, 0)
         self.used: Counter[tuple[str, bool]] = Counter()
-
-    @property
-    def head(self) -> HeadSource:
-        """Where its MTP head lies."""
-        return self.checkpoint.head
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A memory-mapped floating-point tensor, or a quantised one decoded into new memory.
@@ -162,12 +157,12 @@ class StoredWeights:
 
 def unreadable(checkpoint: Checkpoint, found: TensorFormat) -> CheckpointError | None:
     """Why a weight cannot be read: its format, or integers of no known format. None for a readable one."""
-    stored = checkpoint.stored_dtype(found.tensors[0])
+    stored = checkpoint.tensors[found.tensors[0]].dtype
     if found.error is not None or found.quantised or stored in FLOATS:
         return found.error
     return CheckpointError(
         f"the tensor {found.tensors[0]} is stored as {stored}, which is neither a weight nor a known quantised format",
-        file=checkpoint.file_of(found.tensors[0]),
+        file=checkpoint.tensors[found.tensors[0]].file,
         config=quantisation(checkpoint.config),
         try_="the checkpoint in bfloat16 that it was made from",
     )

@@ -21,6 +21,7 @@ NESTING_LIMIT = 64  # lists and objects within one another; code that walks a do
 _DEEP = f"it is nested more than {NESTING_LIMIT} levels deep"
 TEXT_LIMIT = 2**25  # bytes of a configuration, an index or a template; the largest index known has 10 MB
 _KINDS = (
+    (stat.S_ISREG, "a file"),
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISSOCK, "a socket"),
@@ -37,6 +38,11 @@ class DuplicateKeyError(ValueError):
         super().__init__(f"it has the key {shown(key)} twice")
 
 
+def kind(mode: int) -> str:
+    """What a path of this mode is: "a file", "a folder", "a named pipe", ..."""
+    return next((name for test, name in _KINDS if test(mode)), "something else")
+
+
 def open_file(path: Path | str) -> io.BufferedReader:
     """Open a regular file for reading. Raises: OSError for anything else, at once: a pipe would block."""
     try:
@@ -50,8 +56,7 @@ def _open_regular(path: str, flags: int) -> int:
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
-            kind = next((name for test, name in _KINDS if test(mode)), "something else")
-            raise OSError(errno.EINVAL, f"it is {kind}, not a file")
+            raise OSError(errno.EINVAL, f"it is {kind(mode)}, not a file")
     except BaseException:
         os.close(handle)  # the stream, which closes it otherwise, does not exist yet
         raise

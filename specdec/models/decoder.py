@@ -153,7 +153,7 @@ class Attention:
             weights, hidden, shape, eps: as the fields.
             plus: added to its norms.
             width: that of x if not H.
-            fused: q, k and v are rows of one weight, ``qkv_proj``.
+            fused: q, k and v are rows of one weight, ``qkv_proj``, also without a checkpoint to show it.
 
         Raises: CheckpointError if the query heads are not a multiple of the key heads.
         """
@@ -164,16 +164,18 @@ class Attention:
             )
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
-        if fused:
-            q, k, v = weights.split("qkv_proj.weight", tuple(sizes.values()), width or hidden)
-        else:
-            q, k, v = (weights.matrix(f"{name}_proj.weight", (size, width or hidden)) for name, size in sizes.items())
+
+        def projections(kind: str, *columns: int) -> list[Array]:
+            if fused or f"qkv_proj.{kind}" in weights:
+                return weights.split(f"qkv_proj.{kind}", tuple(sizes.values()), *columns)
+            return [weights.matrix(f"{name}_proj.{kind}", (size, *columns)) for name, size in sizes.items()]
+
+        q, k, v = projections("weight", width or hidden)
         normed = {"": None, "heads": (dim, dim), "whole": (mixed, kv)}[shape.normed]
         q_norm, k_norm = (
             normed and weights.vector(f"{name}_norm.weight", (size,), plus=plus)
             for name, size in zip("qk", normed or (0, 0), strict=True)
         )
-        biases = (weights.matrix(f"{name}_proj.bias", (size,)) for name, size in sizes.items())
         return cls(
             ops=weights.ops,
             shape=shape,
@@ -184,7 +186,7 @@ class Attention:
             o_proj=weights.matrix("o_proj.weight", (hidden, mixed)),
             q_norm=q_norm,
             k_norm=k_norm,
-            biases=tuple(biases) if shape.biased else (),
+            biases=tuple(projections("bias")) if shape.biased else (),
             o_bias=weights.matrix("o_proj.bias", (hidden,)) if shape.biased_output else None,
             sinks=weights.vector("sinks", (shape.heads,)) if shape.sinks else None,
         )

@@ -25,6 +25,7 @@ from specdec.checkpoints import (
     fingerprint,
     join_head,
     locate,
+    naming_keys,
     open_checkpoint,
     text_config,
     unlisted_head,
@@ -78,7 +79,12 @@ def load_target(config: RunConfig) -> LoadedTarget:
     folder = locate(asked.model, revision=asked.revision)
     if asked.backend != "auto":  # report a wrong name before the model_type, which the backend may read itself
         registry().backend(asked.backend, asked_by="target.backend")
+    with naming_keys(folder):
+        return _loaded(folder, asked, phase)
 
+
+def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> LoadedTarget:
+    """The other steps of ``load_target``."""
     # 2 read
     checkpoint = open_checkpoint(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
@@ -99,7 +105,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
     # 3 check
     phase("checkpoint_read", folder=str(folder), family=spec.name, backend=backend.name, dtype=dtype)
     source, headless = _checked(checkpoint, spec, family, asked, decoded, notices, refused_head, made_ops)
-    phase("weights_checked", tensors=len(source.names))
+    phase("weights_checked", tensors=len(source.tensors))
 
     # 4 build
     ops = made_ops()
@@ -259,6 +265,7 @@ def with_head(
             path,
             wanted.head_prefixes,
             wanted.tensors,
+            spec.model_types,
             hidden_size=family.hidden_size,
             vocab_size=family.vocab_size,
         )

@@ -4,7 +4,8 @@ Routed experts are stored in one of three layouts, detected per layer (an MTP la
 
 * fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first), ``experts.down_proj [E, H, I]``, no ``.weight``;
 * separate: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``;
-* stacked (mlx-lm conversions): ``switch_mlp.gate_proj.weight`` and ``up_proj [E, I, H]``, ``down_proj [E, H, I]``.
+* stacked (mlx-lm conversions): ``switch_mlp.gate_proj.weight`` and ``up_proj [E, I, H]``, ``down_proj [E, H, I]``; in
+  GGUF files too, where gate and up may be fused all the same.
 
 gpt-oss fuses gate and up rows in turn, and its checkpoints in BF16 hold every matrix transposed: ``[E, H, 2 I]`` and
 ``[E, I, H]``.
@@ -253,5 +254,6 @@ def _experts(weights: Weights, hidden: int, count: int, inner: int) -> tuple[Arr
     else:
         both = weights.host_matrices("experts.gate_up_proj", (count, 2 * inner, hidden))
         gate, up = (weights.ops.stack([matrix[rows] for matrix in both]) for rows in (slice(inner), slice(inner, None)))
-        down = weights.stack("experts.down_proj", (count, hidden, inner))
+        down_proj = "switch_mlp.down_proj.weight"
+        down = weights.stack(down_proj if down_proj in weights else "experts.down_proj", (count, hidden, inner))
     return gate, up, down

@@ -72,9 +72,9 @@ class Weights:
         """A small float32 parameter as ``Ops.vector`` returns it, with ``plus`` added."""
         return self.ops.vector(self.tensor(name, shape), plus=plus)
 
-    def split(self, name: str, rows: Sequence[int], width: int) -> list[Array]:
-        """The matrices that one weight holds, one below the other: ``[n, width]`` for n in ``rows``."""
-        fused, ends = self.host_matrix(name, (sum(rows), width)), itertools.accumulate(rows)
+    def split(self, name: str, rows: Sequence[int], *width: int) -> list[Array]:
+        """The matrices ``[n, *width]`` that one weight holds, one below the other, for n in ``rows``; or biases."""
+        fused, ends = self.host_matrix(name, (sum(rows), *width)), itertools.accumulate(rows)
         return [self.ops.weight(fused[end - count : end]) for count, end in zip(rows, ends, strict=True)]
 
     def stack(self, names: str | Sequence[str], shape: Shape) -> Array:
@@ -127,9 +127,7 @@ class Weights:
         present = any(name.startswith(head.prefix) for name in self.stored)
         if not present and not promised:
             return None
-        reason = self.headless or (
-            unusable if present else stripped_head(self.stored.checkpoint, self.stored.formats, head.prefix)
-        )
+        reason = self.headless or (unusable if present else stripped_head(self.stored.checkpoint, head.prefix))
         if not reason:
             return head
         self._leave_out_head(reason)
@@ -137,7 +135,7 @@ class Weights:
 
     def head_converted(self, converted: bool) -> bool:
         """Whether mlx-lm converted the MTP head, in a checkpoint of which it ``converted`` the layers or not."""
-        stored = None if self.stored is None else self.stored.head.converted
+        stored = None if self.stored is None else self.stored.checkpoint.head.converted
         return converted if stored is None else stored
 
     def _leave_out_head(self, reason: str) -> None:

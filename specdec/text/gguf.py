@@ -11,7 +11,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from specdec.checkpoints.gguf import GgufFile
+from specdec.checkpoints.gguf.checkpoint import special_tokens
+from specdec.checkpoints.gguf.file import GgufFile
 from specdec.errors import CheckpointError, shown
 from specdec.text.chat_template import SOURCE_LIMIT, ChatTemplate
 
@@ -98,7 +99,8 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
             read="gpt2 (byte-level BPE) and llama (SentencePiece's BPE)",
         )
     tokens, kinds = _tokens(file)
-    special = _special_tokens(metadata, tokens, file)
+    named = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    special = {named[role]: tokens[index] for role, index in special_tokens(file).items() if role in named}
     core, begins = _KINDS[kind](file, tokens, kinds, special)
     for wanted in (_CONTROL, _USER_DEFINED):
         core.add_tokens(
@@ -210,19 +212,6 @@ def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
     if isinstance(kinds, list | int) or len(kinds) != len(tokens):
         raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}token_type does not fit them")
     return tokens.copy(), kinds.tolist()
-
-
-def _special_tokens(metadata: Mapping[str, Any], tokens: list[str], file: GgufFile) -> dict[str, str]:
-    found = {}
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    for key, role in names.items():
-        index = metadata.get(f"{_PREFIX}{key}_token_id")
-        if index is None:
-            continue
-        if type(index) is not int or not 0 <= index < len(tokens):
-            raise _error(file, f"has {shown(index)} under {_PREFIX}{key}_token_id, and {len(tokens)} tokens")
-        found[role] = tokens[index]
-    return found
 
 
 def _chat_templates(file: GgufFile) -> dict[str, ChatTemplate]:

@@ -16,7 +16,8 @@ import tokenizers
 
 from specdec.checking import checked
 from specdec.checkpoints import read_json, text_config
-from specdec.checkpoints.gguf import generation_config, is_gguf, read_gguf
+from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
+from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import parse_json, read_text
 from specdec.text.chat_template import ChatTemplate, read_chat_templates, template_variables

@@ -72,14 +72,30 @@ _KINDS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
 Tensors = dict[str, torch.Tensor]
 
 
-def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32", **metadata: Any) -> pathlib.Path:
-    """``folder`` as a GGUF file; its matrices as ``matrices`` where their rows allow it, all else in float32."""
+def write_gguf(
+    file: pathlib.Path,
+    folder: pathlib.Path,
+    *,
+    matrices: str = "F32",
+    fused: bool = False,
+    part: str = "whole",
+    without: str = "nothing",
+    **metadata: Any,
+) -> pathlib.Path:
+    """``folder`` as a GGUF file; its matrices as ``matrices`` where their rows allow it, all else in float32.
+
+    ``fused``: as with the converter's ``--fuse-qkv`` and ``--fuse-gate-up-exps``. ``part``: "trunk" as with
+    ``--no-mtp``, "head" as with ``--mtp``. Tensors with ``without`` in their name are left out.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     tensors = load_file(folder / "model.safetensors")
     writer = gguf.GGUFWriter(file, arch)
     _add_tokenizer(writer, folder)
     own = {f"{arch}.{key}": value for key, value in _metadata(config, arch, tensors).items()}
+    layers = config["num_hidden_layers"]
+    if part == "trunk":
+        own |= {f"{arch}.nextn_predict_layers": None, f"{arch}.block_count": layers}
     for key, value in (own | metadata).items():
         for values in writer.kv_data:
             values.pop(key, None)
@@ -87,7 +103,11 @@ def write_gguf(file: pathlib.Path, folder: pathlib.Path, *, matrices: str = "F32
             continue
         kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
-    for name, values in converted(config, arch, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}):
+    theirs = dict(converted(config, arch, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}))
+    for name, values in (_fused(theirs) if fused else theirs).items():
+        block = int(name.split(".")[1]) if name.startswith("blk.") else None
+        if without in name or (block is not None and part == ("trunk" if block >= layers else "head")):
+            continue
         kind = gguf.GGMLQuantizationType[matrices]
         whole = values.ndim >= 2 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         whole = whole and "ssm_conv" not in name and not name.endswith(".bias")
@@ -248,6 +268,17 @@ def _delta(config: dict[str, Any], arch: str, name: str, values: torch.Tensor) -
         elif part != "norm":
             values = dealt(values)
     yield name.replace("dt_bias", "dt_proj.bias"), values
+
+
+def _fused(tensors: Tensors) -> Tensors:
+    """As with ``--fuse-qkv`` and ``--fuse-gate-up-exps``."""
+    qkv, experts = ("attn_q", "attn_k", "attn_v"), ("ffn_gate_exps", "ffn_up_exps")
+    for parts, whole, axis in ((qkv, "attn_qkv", 0), (experts, "ffn_gate_up_exps", 1)):
+        for name in [name for name in tensors if f".{parts[0]}." in name]:
+            *names, fused = (name.replace(f".{parts[0]}.", f".{part}.") for part in (*parts, whole))
+            if tensors.keys() >= set(names) and not (axis and name.replace("weight", "bias") in tensors):
+                tensors[fused] = torch.cat([tensors.pop(one) for one in names], axis)
+    return tensors
 
 
 def _in_turn(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import struct
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import gguf
@@ -25,14 +26,14 @@ from tokenizers import pre_tokenizers
 import specdec
 from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.packed import HEADER, Header, Packer
-from specdec.checkpoints import Checkpoint, StoredWeights, checkpoint_config, open_checkpoint
-from specdec.checkpoints.gguf import generation_config, read_gguf
+from specdec.checkpoints import Checkpoint, StoredWeights, open_checkpoint
 from specdec.checkpoints.gguf.blocks import BLOCKS
-from specdec.checkpoints.gguf.checkpoint import tokenizer_notices
+from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf, tokenizer_notices
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.checkpoints.quantised.stored import RowParts
 from specdec.cli import main
-from specdec.contract import Needs
+from specdec.config import RunConfig, TargetConfig
+from specdec.contract import Logits, Needs
 from specdec.errors import CheckpointError
 from specdec.text import Tokenizer
 from specdec.text.gguf import tokenizer_parts
@@ -170,19 +171,27 @@ CONVERTED = {
     "mistral": "none",
     "olmo2": "gqa2",
     "phi3": "longrope",
+    "qwen2": "gqa2",
     "smollm3": "every-fourth",
 }
+FUSED = [f"{family} fused" for family in CONVERTED if family not in ("deepseek_v3", "phi3")]
 ALL_SHAPES = {**SHAPES, "qwen3_5": tiny.QWEN3_5_SHAPES}
 
 
 @pytest.mark.parametrize(
-    "family", cases(CONVERTED, sample=["gemma3", "qwen3_5", "qwen3_next", "deepseek_v3"], mark="slow")
+    "case",
+    cases(
+        [*CONVERTED, *FUSED],
+        sample=["gemma3", "qwen3_5", "qwen3_next", "deepseek_v3", "mistral fused", "qwen3_5_moe fused"],
+        mark="slow",
+    ),
 )
-def test_the_converters_changes_are_undone(tmp_path: Path, family: str) -> None:
+def test_the_converters_changes_are_undone(tmp_path: Path, case: str) -> None:
     """Tensors bit for bit in bfloat16, greedy tokens, and what the MTP head drafts."""
+    family, _, fused = case.partition(" ")
     shape = {key: value for key, value in ALL_SHAPES[family][CONVERTED[family]].items() if key != "shards"}
     folder = tiny.WRITERS[family](tmp_path / "folder", dtype="bfloat16", **shape)
-    file = write_gguf(tmp_path / "one.gguf", folder, matrices="BF16")
+    file = write_gguf(tmp_path / "one.gguf", folder, matrices="BF16", fused=bool(fused))
     with Checkpoint.open(folder) as ours, open_checkpoint(file) as theirs:
         stored, converted = StoredWeights(ours), StoredWeights(theirs)
         for name in converted:
@@ -190,6 +199,11 @@ def test_the_converters_changes_are_undone(tmp_path: Path, family: str) -> None:
             if part:
                 experts = [one for one in stored if one.startswith(f"{block}experts.")]
                 assert experts, name
+            elif fused and "qkv_proj" in name:
+                parts = [stored[name.replace("qkv_proj", f"{part}_proj")] for part in "qkv"]
+                assert torch.equal(torch.cat(parts).bfloat16(), converted[name].bfloat16()), name
+            elif fused and "gate_up_proj" in name:
+                assert name in stored or f"{name.removesuffix('gate_up_proj')}0.gate_proj.weight" in stored
             elif not name.endswith(("embed_q.weight", "unembed_out.weight", "in_proj_qkv.weight", "in_proj_z.weight")):
                 assert torch.equal(stored[name].bfloat16(), converted[name].bfloat16()), name
     targets = [specdec.load(str(path), dtype="float32").target for path in (folder, file)]
@@ -198,12 +212,79 @@ def test_the_converters_changes_are_undone(tmp_path: Path, family: str) -> None:
     if family == "deepseek_v3":  # whose head the converter leaves out
         assert targets[1].info.mtp_layers == 0
     elif targets[0].info.mtp_layers:
-        states = [target.new_state(40, Needs(mtp=True)) for target in targets]
-        drafts = []
-        for target, state in zip(targets, states, strict=True):
-            target.prefill(state, tokens[0][:9])
-            drafts.append(target.draft_mtp(state, tokens[0][9], 5))
-        assert drafts[0] == drafts[1]
+        assert drafts(targets[0], tokens[0]) == drafts(targets[1], tokens[0])
+
+
+def drafts(target: Any, tokens: list[int]) -> tuple[tuple[int, ...], list[bytes]]:
+    """What its MTP head drafts after nine tokens, and the bits of the logits."""
+    state, logits = target.new_state(40, Needs(mtp=True)), []
+
+    def best(step: Logits, _: object) -> int:
+        logits.append(step.rows().tobytes())
+        return step.argmax()[0]
+
+    target.prefill(state, tokens[:9])
+    return target.draft_mtp(state, tokens[9], 5, choose=best), logits
+
+
+def with_head(model: Path, head: Path | None = None) -> specdec.LanguageModel:
+    return specdec.load(config=RunConfig(target=TargetConfig(model=str(model), mtp=head and str(head))))
+
+
+@pytest.mark.parametrize(
+    "family", cases(["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe"], sample=["qwen3_5"], mark="slow")
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_side_file_drafts_as_the_whole_file_does(tmp_path: Path, family: str, fused: bool) -> None:
+    """Bit for bit, beside a GGUF target and beside the original; a whole file is taken likewise."""
+    folder = tiny.WRITERS[family](tmp_path / "folder", mtp=1)
+    whole, trunk, side = (
+        write_gguf(tmp_path / f"{part}.gguf", folder, fused=fused, part=part) for part in ("whole", "trunk", "head")
+    )
+    assert with_head(trunk).info.mtp_layers == 0
+    tokens = tiny.plain_run(with_head(whole).target, [7, 9, 7, 9, 1], 12)
+    expected = drafts(with_head(whole).target, tokens)
+    for model, head in ((trunk, side), (trunk, whole), (whole, side), (folder, side)):
+        lm = with_head(model, head)
+        assert drafts(lm.target, tokens) == expected
+        assert lm.drafter.spec.name == "mtp"
+        assert f"from {head}" in specdec.inspect_checkpoint(str(model), mtp=str(head)).mtp
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("glm4_moe", {}, "its model_type is 'glm4_moe', this model's is 'qwen3_5_text'"),
+        ("qwen3_5_moe", {}, "its model_type is 'qwen3_5_moe_text', this model's is 'qwen3_5_text'"),
+        ("qwen3_5", {"hidden": 64}, "its hidden_size is 64, this model's is 48"),
+        ("qwen3_5", {"vocab": 300}, "its vocab_size is 300, this model's is 277"),
+        ("qwen3_5", {"heads": 6}, "its num_attention_heads is 6, this model's is 4"),
+        ("qwen3_5", {"intermediate": 64}, r"has the shape \[64, 48\], config.json implies"),
+        ("qwen3_5", {"without": "eh_proj"}, r"mtp.fc.weight \[48, 96\] is missing"),
+        ("qwen3_5", {"part": "trunk"}, r"holds no MTP head for this model: none of its \d+ tensors"),
+        ("llama", {}, "its model_type is 'llama', this model's is 'qwen3_5_text'"),
+    ],
+)
+def test_a_side_file_of_another_model_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any], message: str
+) -> None:
+    ours = {key: settings.pop(key) for key in ("part", "without") if key in settings}
+    model = tiny.write_qwen3_5(tmp_path / "model")
+    other = write_gguf(
+        tmp_path / "mtp-other.gguf",
+        tiny.WRITERS[family](tmp_path / "other", **settings),
+        **{"part": "whole" if family == "llama" else "head", **ours},
+    )
+    for target in (model, write_gguf(tmp_path / "model.gguf", model)):
+        with pytest.raises(CheckpointError, match=message.replace("config.json", r"(config.json|model.gguf)")):
+            with_head(target, other)
+
+
+def test_the_config_of_a_head_keeps_its_name(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "model.gguf", tiny.write_qwen3_5(tmp_path / "folder"))
+    (tmp_path / "folder" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"^config\.json is not valid JSON"):
+        with_head(model, tmp_path / "folder")
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "Q5_1"])
@@ -337,24 +418,29 @@ def _joined(text: str, tokens: list[str], order: list[int]) -> list[int]:
     return found
 
 
-MODELS = ["qwen2 Q5_1", "gpt_oss MXFP4", "qwen3_5 Q8_0", "qwen2 Q4_0", "qwen2 Q8_0"]
+MODELS = ["qwen2 Q5_1", "gpt_oss MXFP4", "qwen3_5_moe Q8_0", "qwen3_5 Q8_0", "qwen2 Q4_0", "qwen2 Q8_0"]
 
 
 @pytest.mark.parametrize("model", cases(MODELS, sample=3, mark="slow"))
 def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, model: str) -> None:
-    """With packed weights: plain and speculative tokens agree, and plain ones with those of the decoded model."""
+    """With packed weights: plain and speculative tokens agree, and plain ones with those of the decoded model.
+
+    Weights that the file holds in one tensor are packed as those that it holds apart are.
+    """
     family, matrices = model.split()
     shapes = {"qwen2": {"heads": 4, "head_dim": 16}, "gpt_oss": SHAPES["gpt_oss"]["released"]}
-    shape = shapes.get(family, {"value_dim": 32, "value_heads": 6})
+    shape = shapes.get(family, {"value_dim": 32, "value_heads": 6, "inner": 32, "shared": 32})
+    shape = {key: size for key, size in shape.items() if family.endswith("moe") or key not in ("inner", "shared")}
     folder = tiny.WRITERS[family](tmp_path / "folder", **shape | {"hidden": 64, "intermediate": 96})
-    file = write_gguf(tmp_path / "one.gguf", folder, matrices=matrices)
-    tokens = [
-        specdec.load(str(file), drafter=drafter, weights=weights, activations="float", dtype="float32").generate(
-            "one two one two", max_new_tokens=32
-        )
-        for drafter, weights in (("none", "auto"), ("ngram", "auto"), ("none", "decoded"))
+    files = [write_gguf(tmp_path / f"{fused}.gguf", folder, matrices=matrices, fused=fused) for fused in (False, True)]
+    runs = ((0, "none", "auto"), (1, "none", "auto"), (1, "ngram", "auto"), (0, "none", "decoded"))
+    models = [
+        specdec.load(str(files[file]), drafter=drafter, weights=weights, activations="float", dtype="float32")
+        for file, drafter, weights in runs
     ]
-    assert tokens[0].tokens == tokens[1].tokens == tokens[2].tokens
+    assert "decoded" not in models[1].info.weights
+    tokens = [lm.generate("one two one two", max_new_tokens=32).tokens for lm in models]
+    assert all(one == tokens[0] for one in tokens)
 
 
 @pytest.mark.parametrize("model", ["demo", "file"])
@@ -424,7 +510,7 @@ def test_llama_3_scaling_is_found_from_its_divisors(tmp_path: Path) -> None:
     }
     folder = write_llama(tmp_path / "folder", theta=5e5, rope_scaling=scaling)
     file = write_gguf(tmp_path / "plain.gguf", folder)
-    assert "rope_scaling" not in checkpoint_config(file)
+    assert "rope_scaling" not in open_checkpoint(file).config
     from specdec.backends.ops import Rope
 
     divisors = np.array(Rope.of(5e5, 12).inv_freq) / np.array(Rope.llama3(5e5, 12, factor=8.0, original=8192).inv_freq)
@@ -434,7 +520,7 @@ def test_llama_3_scaling_is_found_from_its_divisors(tmp_path: Path) -> None:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     saved(writer, scaled)
-    assert checkpoint_config(scaled)["rope_scaling"] == scaling
+    assert open_checkpoint(scaled).config["rope_scaling"] == scaling
     tokens = [specdec.load(str(path)).generate("def add", max_new_tokens=12).tokens for path in (folder, scaled)]
     assert tokens[0] == tokens[1]
 
@@ -495,14 +581,41 @@ def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str
         ("llama.attention.sliding_window", 4),
         ("llama.attention.value_length", 8),
         ("general.type", "adapter"),
+        ("tokenizer.ggml.eos_token_id", 10**6),
+        ("tokenizer.ggml.eot_token_id", 277),
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count_kv", 3),
+        ("llama.attention.key_length", 20),
+        ("llama.attention.layer_norm_rms_epsilon", -1e-6),
+        ("llama.block_count", 2**20),
+        ("llama.context_length", 0),
+        ("llama.rope.freq_base", 0.5),
     ],
 )
-def test_a_key_that_changes_the_model_is_named(tmp_path: Path, key: str, value: object) -> None:
-    """Refused by ``load`` in one sentence that names it, as a key of config.json is."""
+def test_a_key_that_is_refused_is_named(tmp_path: Path, key: str, value: object) -> None:
+    """In one sentence that begins with the file, by ``load`` and by ``info``, which reads no tokenizer."""
     file = write_gguf(tmp_path / "one.gguf", write_llama(tmp_path / "folder"), **{key: value})
-    with pytest.raises(CheckpointError) as caught:
+    for read in (specdec.load, specdec.inspect_checkpoint)[: 1 if "add_bos" in key else 2]:
+        with pytest.raises(CheckpointError) as caught:
+            read(str(file))
+        assert str(caught.value).startswith("one.gguf")
+        assert "config.json" not in str(caught.value)
+        assert key.removesuffix(".factor") in str(caught.value) or value == "adapter"
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("llama.feed_forward_length", r"has the shape .*, one\.gguf implies \[60, "),
+        ("llama.block_count", r"layers.\d+.self_attn.q_proj.weight .* is missing"),
+    ],
+)
+def test_a_size_that_its_tensors_contradict_is_the_files_own(tmp_path: Path, key: str, message: str) -> None:
+    file = write_gguf(tmp_path / "one.gguf", write_llama(tmp_path / "folder"), **{key: 60})
+    with pytest.raises(CheckpointError, match=message) as caught:
         specdec.load(str(file))
-    assert key.removesuffix(".factor") in str(caught.value) or value == "adapter"
+    assert caught.value.facts["file"] == str(file)
+    assert "config.json" not in str(caught.value)
 
 
 def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None:

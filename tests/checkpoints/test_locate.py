@@ -1,5 +1,6 @@
 """Finding a checkpoint: every wrong place is refused with what is there and what would work."""
 
+import os
 from importlib import resources
 
 import huggingface_hub
@@ -40,6 +41,15 @@ def test_a_misspelt_folder_names_its_nearest_sibling(tmp_path):
 def test_paths_never_go_to_the_hub(model, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     assert refusal(model).facts["try"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("pipe", "a named pipe"), ("pipe.gguf", "a named pipe"), ("device", "a device")]
+)
+def test_what_is_no_file_is_named(tmp_path, name, kind):
+    path = tmp_path / name
+    path.symlink_to("/dev/null") if name == "device" else os.mkfifo(path)
+    assert refusal(str(path)).message == f"{path} is {kind}, neither a folder nor a GGUF file"
 
 
 def test_a_file_is_not_a_folder(tmp_path):

@@ -50,11 +50,11 @@ def test_what_was_written_is_read(tmp_path, shards):
         assert checkpoint.path == tmp_path
         assert checkpoint.config == CONFIG
         assert checkpoint.generation_config == {"eos_token_id": 7}
-        assert set(checkpoint.names) == set(TENSORS)
+        assert set(checkpoint.tensors) == set(TENSORS)
         assert checkpoint.size_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
         for name, tensor in TENSORS.items():
-            assert name in checkpoint
-            assert checkpoint.shape(name) == tensor.shape
+            assert name in checkpoint.tensors
+            assert checkpoint.tensors[name].shape == tensor.shape
             assert checkpoint.dtype(name) == tensor.dtype
             loaded = checkpoint.load(name)
             assert loaded.dtype == tensor.dtype
@@ -242,5 +242,5 @@ def test_an_index_left_behind_is_ignored_with_a_notice(tmp_path):
     write_checkpoint(tmp_path, CONFIG, TENSORS)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     checkpoint = Checkpoint.open(tmp_path)
-    assert set(checkpoint.names) == set(TENSORS)
+    assert set(checkpoint.tensors) == set(TENSORS)
     assert INDEX in checkpoint.notices[0]

@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import re
+import types
 
 import pytest
 
@@ -114,7 +115,7 @@ class Named(dict[str, tuple[int, ...]]):
     """Weights of which only names are known."""
 
     shape = dict.__getitem__
-    head = HeadSource()
+    checkpoint = types.SimpleNamespace(head=HeadSource())
 
 
 @functools.cache

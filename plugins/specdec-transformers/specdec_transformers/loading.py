@@ -51,7 +51,7 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
             network, notices = _read_weights(folder, config, coded, dtype, device)
             model = Model(network)
             template, dearer = prove(model)
-            head, no_head = load_head(model, checkpoint.names, folder)
+            head, no_head = load_head(model, tuple(checkpoint.tensors), folder)
         marks = fingerprint(checkpoint)
     if model.rollback not in (Rollback.CUT, Rollback.REPLAY):
         notices.append(f"slow: {model.rollback.value} ({dearer or 'it takes no cache'})")
@@ -261,9 +261,8 @@ def _dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> tuple[st
     if asked != "auto":
         return asked, "asked for"
     sizes: dict[str, int] = {}
-    for name in checkpoint.names:
-        stored = checkpoint.stored_dtype(name)
-        sizes[stored] = sizes.get(stored, 0) + int(torch.Size(checkpoint.shape(name)).numel())
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + int(torch.Size(tensor.shape).numel())
     most = max(sizes, key=lambda dtype: sizes[dtype])
     if most == "F32":
         return "float32", "auto: the checkpoint is stored in float32"

@@ -30,6 +30,25 @@ KEYS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
+# likewise behind "rope.scaling."
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}
+# and keys that are computed from others of the metadata
+DERIVED = {key: f"rope.scaling.{name}" for key, name in YARN.items()} | {
+    "layer_types": "attention.recurrent_layers",
+    "linear_value_head_dim": "ssm.inner_size",
+    "mscale": "rope.scaling.yarn_log_multiplier",
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    "partial_rotary_factor": "rope.dimension_count",
+    "qk_nope_head_dim": "attention.key_length_mla",
+    "rope_type": "rope.scaling.type",
+    "v_head_dim": "attention.value_length_mla",
+}
 REALS = ("_eps", "_theta", "_freq", "_multiplier", "_scaling", "_factor")  # ends of keys that take any number
 REQUIRED = KEYS.keys() - {"intermediate_size", "num_key_value_heads", "head_dim", "rope_theta"}
 LAYER = {
@@ -37,6 +56,7 @@ LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -46,7 +66,7 @@ LAYER = {
 }
 _BEFORE_MLP = {"ffn_norm": "post_attention_layernorm"}
 _BEHIND_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
-_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+_EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"} | {
     f"ffn_{name}_exps": f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")
 }
 _QWEN_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | {
@@ -154,20 +174,21 @@ class Architecture:
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 
-def _halves_of_heads(stored: torch.Tensor, *, heads: int) -> torch.Tensor:
-    """Bring rows of rotary pairs (a0 b0 a1 b1 ...) into halves (a0 a1 ... b0 b1 ...), head by head."""
-    rows = stored.view(heads, -1, 2, *stored.shape[1:])
-    return rows.transpose(1, 2).reshape(stored.shape)
+def _halves_of_heads(stored: torch.Tensor, *, heads: int, others: int) -> torch.Tensor:
+    """Bring rows of rotary pairs (a0 b0 a1 b1 ...) into halves (a0 a1 ... b0 b1 ...), head by head, and leave the rows
+    of ``others`` behind them."""
+    rows = stored.view(heads + others, -1, 2, *stored.shape[1:])
+    halves = rows[:heads].transpose(1, 2).reshape(-1, *stored.shape[1:])
+    return torch.cat([halves, stored[len(halves) :]]) if others else halves
 
 
 def _interleaved(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
     """Rows of query and key heads are in the order of adjacent rotary pairs."""
-    if part.startswith("self_attn.q_proj."):
-        return functools.partial(_halves_of_heads, heads=int(config["num_attention_heads"]))
-    if part.startswith("self_attn.k_proj."):
-        heads = config.get("num_key_value_heads", config["num_attention_heads"])
-        return functools.partial(_halves_of_heads, heads=int(heads))
-    return None
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    counts = {"q_proj": (heads, 0), "k_proj": (kv_heads, 0), "qkv_proj": (heads + kv_heads, kv_heads)}
+    turned, others = counts.get(part.removeprefix("self_attn.").rpartition(".")[0], (0, 0))
+    return functools.partial(_halves_of_heads, heads=turned, others=others) if turned else None
 
 
 def _less_one(stored: torch.Tensor) -> torch.Tensor:
@@ -263,7 +284,8 @@ def _delta(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collectio
 
 
 def _glm4_moe(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
-    config |= {"attention_bias": "attn_q.bias" in parts, "use_qk_norm": "attn_q_norm.weight" in parts}
+    biased = not {"attn_q.bias", "attn_qkv.bias"}.isdisjoint(parts)
+    config |= {"attention_bias": biased, "use_qk_norm": "attn_q_norm.weight" in parts}
     _gating(config, metadata, usual=2)
 
 
@@ -380,7 +402,7 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         model_type="phi3",
-        names={**_BEFORE_MLP, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        names={**_BEFORE_MLP, "ffn_up": "mlp.gate_up_proj"},
         keys={"sliding_window": "attention.sliding_window"},
         partial=True,
     ),

@@ -15,18 +15,32 @@ from weakref import WeakValueDictionary
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.architectures import ARCHITECTURES, KEYS, LAYER, REALS, REQUIRED, SQUEEZED, TOP, Columns
+from specdec.checkpoints.gguf.architectures import (
+    ARCHITECTURES,
+    DERIVED,
+    KEYS,
+    LAYER,
+    REALS,
+    REQUIRED,
+    SQUEEZED,
+    TOP,
+    YARN,
+    Columns,
+)
 from specdec.checkpoints.gguf.file import GgufFile, GgufTensor
+from specdec.checkpoints.locate import is_gguf
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, shown
 
 # Keys that say what the tensors or other keys say too, or that a reader of the whole file needs not know
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SILENT = ("vocab_size", "rope.dimension_count", "attention.value_length")
+_JSON = re.compile(r"\b(config|tokenizer)\.json\b")
 _NAME = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>.+)")
 # Ends of a turn or text that a file may not name as its end token; llama.cpp stops at them by their text too
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 _HARMONY = ("<|return|>", "<|call|>")  # the ends of gpt-oss's format, in which "<|end|>" ends a message of several
+_ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")  # of tokens that a file names
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -45,11 +59,6 @@ def tokenizer_notices(file: GgufFile) -> Iterator[str]:
     """What the user should know of a file's tokenizer."""
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in file.metadata:
         yield f"{file.path.name} does not say how text is split (tokenizer.ggml.pre): as for GPT-2"
-
-
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` that a file's metadata amount to. Raises: CheckpointError."""
-    return _Reader(read_gguf(path)).config()
 
 
 _parsed: WeakValueDictionary[tuple[Path, int, int], GgufFile] = WeakValueDictionary()  # by path, size and time
@@ -71,23 +80,40 @@ def read_gguf(path: Path) -> GgufFile:
     return file
 
 
+def special_tokens(file: GgufFile) -> dict[str, int]:
+    """The tokens that a file names by role: "bos", "eos", ... Raises: CheckpointError for one that it does not have."""
+    metadata, tokens = file.metadata, file.metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    named = {role: metadata[key] for role in _ROLES if (key := f"tokenizer.ggml.{role}_token_id") in metadata}
+    for role, value in named.items():
+        if type(value) is not int or not 0 <= value < count:
+            raise CheckpointError(
+                f"{file.path.name} has {shown(value)} under tokenizer.ggml.{role}_token_id, and {count} tokens, "
+                "counted from 0",
+                file=file.path,
+            )
+    return named
+
+
 def generation_config(file: GgufFile) -> dict[str, Any]:
     """The tokens that end a generation, as generation_config.json names them."""
-    metadata, tokens = file.metadata, file.metadata.get("tokenizer.ggml.tokens")
-    keys = ("eos", "eot", "eom")
-    named = {name: metadata[name] for key in keys if (name := f"tokenizer.ggml.{key}_token_id") in metadata}
-    for name, value in named.items():
-        if type(value) is not int:
-            raise CheckpointError(
-                f"{file.path.name} has {shown(value)} under {name}, which takes a token", file=file.path
-            )
-    ids = list(named.values())
+    tokens, ends = file.metadata.get("tokenizer.ggml.tokens"), {*_ENDS, *_HARMONY}
+    ids = [token for role, token in special_tokens(file).items() if role in ("eos", "eot", "eom")]
     if isinstance(tokens, list):
-        ends = {*_ENDS, *_HARMONY}
         known = {token: index for index, token in enumerate(tokens) if token in ends}
         others = {"<|end|>"} if known.keys() >= set(_HARMONY) else set(_HARMONY)
         ids += [index for token, index in known.items() if token not in others]
     return {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
+
+
+def with_gguf_keys(path: Path, message: str) -> str:
+    """A message about ``config.json``, of a GGUF file about its metadata: with its name and its own keys."""
+    message, count = _JSON.subn(lambda _: path.name, message) if is_gguf(path) else (message, 0)
+    if not count:
+        return message
+    reader = _Reader(read_gguf(path))
+    keys = {**DERIVED, **reader.keys, reader.architecture.mtp: "nextn_predict_layers"}
+    return re.sub(r"'(\w+)'", lambda key: f"'{reader.prefix}.{keys[key[1]]}'" if key[1] in keys else key[0], message)
 
 
 class _Reader:
@@ -104,13 +130,14 @@ class _Reader:
                 try_="the safetensors checkpoint, if the family is one that `specdec plugins` lists",
             )
         self.prefix, self.architecture = str(name), ARCHITECTURES[name]
+        self.keys = {**KEYS, **self.architecture.keys}
 
     def config(self) -> dict[str, Any]:
         """``config.json`` as the family reads it. Raises: CheckpointError for a key that is missing."""
         metadata, tensors = self.file.metadata, self.file.tensors
         architecture = self.architecture
         config: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
-        for key, name in {**KEYS, **architecture.keys}.items():
+        for key, name in self.keys.items():
             value = metadata.get(f"{self.prefix}.{name}")
             if value is None and key in REQUIRED:
                 raise self._error(f"lacks the key {self.prefix}.{name}")
@@ -157,7 +184,10 @@ class _Reader:
         if self.architecture.partial and rotary is not None and 0 < rotary < width:
             config["partial_rotary_factor"] = rotary / width
         elif rotary not in (None, width):
-            raise self._error(f"rotates {rotary} of {width} values of a head ({self.prefix}.rope.dimension_count)")
+            size = f"{self.prefix}.attention.{'key_length' if 'head_dim' in config else 'head_count'}"
+            raise self._error(
+                f"rotates {rotary} ({self.prefix}.rope.dimension_count) of {width} values of a head ({size})"
+            )
         if self._whole("attention.value_length", width) != width:
             raise self._error(f"has values of another width than keys ({self.prefix}.attention.value_length)")
         return width
@@ -172,7 +202,7 @@ class _Reader:
         kind = self.file.metadata.get("general.type", "model")
         if kind != "model":
             raise self._error(f"is no model but of the type {shown(kind)}")
-        read = {*KEYS.values(), *self.architecture.keys.values(), *self.architecture.silent, *_SILENT}
+        read = {*KEYS.values(), *self.keys.values(), *self.architecture.silent, *_SILENT}
         read |= {"nextn_predict_layers"} if self.architecture.mtp else set()
         for key, value in own.items():
             if key in read or key.startswith("rope.scaling."):
@@ -197,12 +227,7 @@ class _Reader:
         elif kind == "linear":
             config["rope_scaling"] = {"rope_type": "linear", "factor": scaling.get("factor")}
         elif kind == "yarn":
-            names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-            names |= {
-                "yarn_beta_fast": "beta_fast",
-                "yarn_beta_slow": "beta_slow",
-                "yarn_attn_factor": "attention_factor",
-            }
+            names = {name: key for key, name in YARN.items()}
             if isinstance(multiplier := scaling.pop("yarn_log_multiplier", None), float):  # 0.1 mscale_all_dim
                 scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier)
                 names |= {name: name for name in ("mscale", "mscale_all_dim")}
@@ -269,7 +294,7 @@ class _Reader:
         parts = _NAME.fullmatch(name)
         if parts is None:
             return name, name
-        part, layer = self._part(parts["part"]), int(parts["layer"])
+        part, layer = self._part(**parts.groupdict()), int(parts["layer"])
         if layer < layers or not self.architecture.head:
             return f"layers.{layer}.{part}", part
         head = {key: name.format(layer=layer) for key, name in self.architecture.head.items()}
@@ -278,10 +303,12 @@ class _Reader:
             return f"{head[word]}.{kind}", part
         return f"{head['']}.{part}", part
 
-    def _part(self, name: str) -> str:
+    def _part(self, layer: str, part: str) -> str:
         """Our name of a layer's tensor."""
-        names, (stem, _, kind) = {**LAYER, **self.architecture.names}, name.rpartition(".")
-        return names.get(name) or (f"{names[stem]}.{kind}" if stem in names else name)
+        names, (stem, _, kind) = {**LAYER, **self.architecture.names}, part.rpartition(".")
+        if f"blk.{layer}.attn_output.weight" in self.file.tensors:
+            names["attn_qkv"] = LAYER["attn_qkv"]  # a delta rule has the name too
+        return names.get(part) or (f"{names[stem]}.{kind}" if stem in names else part)
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path.name} {message}", file=self.file.path)

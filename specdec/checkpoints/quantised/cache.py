@@ -155,7 +155,7 @@ class DecodedCache:
         for name, found in formats_of(self._source).items():
             if found.coding is not None:
                 yield name, spelt[self._dtype], found.shape, functools.partial(self._pieces, found)
-            elif found.error is None and self._source.stored_dtype(found.tensors[0]) in FLOATS:
+            elif found.error is None and self._source.tensors[found.tensors[0]].dtype in FLOATS:
                 if name in self._rounds:
                     yield from self._rounded(name, found)
                 else:
@@ -218,7 +218,7 @@ class DecodedCache:
         digest = hashlib.blake2b(digest_size=16)
         kind = f"int{self._bits} {sorted(self._rounds)}" if self._bits else str(self._dtype)
         digest.update(f"{_VERSION} {fingerprint(self._source)} {kind}".encode())
-        for file in sorted({self._source.file_of(name) for name in self._source.names}):
+        for file in sorted(self._source.files):
             state = file.stat()
             digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns}".encode())
         return digest.hexdigest()

@@ -48,7 +48,6 @@ class Formats(dict[str, TensorFormat]):
     """Canonical name -> format, and the tensors that belong to no weight."""
 
     activation_scales: tuple[str, ...]  # canonical names; also KV-cache scales
-    ignored: tuple[str, ...]  # file names of vision and audio tensors
 
 
 def formats_of(checkpoint: Checkpoint) -> Formats:
@@ -70,13 +69,13 @@ def formats_of(checkpoint: Checkpoint) -> Formats:
 
 
 def _formats_of(checkpoint: Checkpoint) -> Formats:
-    names = canonical_names(checkpoint.names)
+    names = canonical_names(checkpoint.tensors)
     refused, left = refusals(checkpoint, names)
     found = parts_of(checkpoint, left)
-    configs = {id(config): config for config in map(checkpoint.config_of, checkpoint.names)}
+    configs = {id(config): config for config in map(checkpoint.config_of, checkpoint.tensors)}
     hints = {key: Hints.of(config) for key, config in configs.items()}
     formats = {
-        name: _stored(checkpoint, (original,), checkpoint.stored_dtype(original).lower())
+        name: _stored(checkpoint, (original,), checkpoint.tensors[original].dtype.lower())
         for name, original in found.plain.items()
     }
     for name, (method, tensors) in refused.items():
@@ -84,7 +83,7 @@ def _formats_of(checkpoint: Checkpoint) -> Formats:
     for name, parts in found.weights.items():
         formats[name] = _format(parts, hints[id(checkpoint.config_of(parts.codes))], found.errors.get(name))
     ordered = Formats({name: formats.pop(name) for name in names if name in formats} | formats)
-    ordered.activation_scales, ordered.ignored = tuple(found.activation_scales), names.ignored
+    ordered.activation_scales = tuple(found.activation_scales)
     return ordered
 
 
@@ -94,8 +93,8 @@ def _stored(
     """An entry for a weight that is not decoded; the shape is its first tensor's."""
     return TensorFormat(
         format=format,
-        shape=checkpoint.shape(tensors[0]),
-        stored_bytes=sum(checkpoint.size_of(name) for name in tensors),
+        shape=checkpoint.tensors[tensors[0]].shape,
+        stored_bytes=sum(checkpoint.tensors[name].size for name in tensors),
         tensors=tensors,
         error=error,
     )

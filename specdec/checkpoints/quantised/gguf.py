@@ -124,7 +124,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
         grid=grid,
         bits=block.bits,
         block=block,
-        columns=parts.checkpoint.columns(parts.codes),
+        columns=parts.checkpoint.tensors[parts.codes].columns,
     )
 
 

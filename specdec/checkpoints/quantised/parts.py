@@ -65,20 +65,20 @@ class Parts:
     @property
     def dtype(self) -> str:
         """The dtype of the codes, as safetensors spells it."""
-        return self.checkpoint.stored_dtype(self.codes)
+        return self.checkpoint.tensors[self.codes].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The codes' shape."""
-        return self.checkpoint.shape(self.codes)
+        return self.checkpoint.tensors[self.codes].shape
 
     def dtype_of(self, role: str) -> str | None:
         """The dtype of a sibling; None if there is none."""
-        return self.checkpoint.stored_dtype(self.roles[role]) if role in self.roles else None
+        return self.checkpoint.tensors[self.roles[role]].dtype if role in self.roles else None
 
     def shape_of(self, role: str) -> tuple[int, ...]:
         """The shape of a sibling. Raises: CheckpointError if there is none."""
-        return self.checkpoint.shape(self.original(role))
+        return self.checkpoint.tensors[self.original(role)].shape
 
     def original(self, role: str) -> str:
         """The name of a sibling in the files. Raises: CheckpointError if there is none."""
@@ -93,7 +93,7 @@ class Parts:
     def error(self, message: str, **facts: object) -> CheckpointError:
         """An error that refuses this weight."""
         facts.setdefault("try_", "the checkpoint in bfloat16 that it was made from")
-        return CheckpointError(message, file=self.checkpoint.file_of(self.codes), **facts)
+        return CheckpointError(message, file=self.checkpoint.tensors[self.codes].file, **facts)
 
 
 @attrs.frozen
@@ -119,7 +119,7 @@ def parts_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Found:
     errors: dict[str, CheckpointError] = {}
     taken: set[str] = set()
     for name, original in names.items():
-        if checkpoint.stored_dtype(original) in FLOATS:
+        if checkpoint.tensors[original].dtype in FLOATS:
             continue
         stem = _stem(name, names)
         if stem is None:

@@ -37,7 +37,7 @@ def refusals(
                 if last == "qweight" and declared is not None and declared.startswith(known):
                     method = known
             found[f"{module}.weight"] = method, [name, *(f"{module}.{word}" for word in siblings)]
-        elif last == "weight" and checkpoint.stored_dtype(original) not in FLOATS:
+        elif last == "weight" and checkpoint.tensors[original].dtype not in FLOATS:
             if f"{module}.SCB" in names:
                 found[name] = "bitsandbytes", [name, f"{module}.SCB", f"{module}.weight_format"]
         elif ".weight." in name:
@@ -59,7 +59,7 @@ def refusal(checkpoint: Checkpoint, name: str, method: str) -> CheckpointError:
     """An error that refuses a tensor of a known method."""
     return CheckpointError(
         f"the tensor {name} is quantised with {method}, which is not read",
-        file=checkpoint.file_of(name),
+        file=checkpoint.tensors[name].file,
         config=quantisation(checkpoint.config),
         try_=_ORIGINAL,
     )
@@ -71,7 +71,7 @@ def unknown(parts: Parts, hints: Hints) -> CheckpointError:
     beside = f" with {siblings} beside it" if siblings else " with no scale beside it"
     return CheckpointError(
         f"the tensor {parts.codes} is stored as {parts.dtype} {list(parts.shape)}{beside}: no known format",
-        file=parts.checkpoint.file_of(parts.codes),
+        file=parts.checkpoint.tensors[parts.codes].file,
         config=hints.method,
         try_=_ORIGINAL,
     )

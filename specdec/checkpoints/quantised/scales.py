@@ -87,7 +87,7 @@ def load_scales(parts: Parts, role: str, *, zero: bool = True, signed: bool = Fa
     Raises: CheckpointError naming the tensor for NaN, infinity, a negative value, or a divisor of 0.
     """
     name = parts.original(role)
-    dtype = parts.checkpoint.stored_dtype(name)
+    dtype = parts.checkpoint.tensors[name].dtype
     stored = read(parts.checkpoint, name)
     if dtype in EXPONENTS:
         scales = E8M0[stored.view(torch.uint8).int().flatten()].view(stored.shape)
@@ -107,7 +107,7 @@ def load_scales(parts: Parts, role: str, *, zero: bool = True, signed: bool = Fa
 def check_dtype(parts: Parts, role: str, allowed: Sequence[str] = (*FLOATS, *EXPONENTS)) -> None:
     """Refuse a scale of the wrong dtype. Raises: CheckpointError."""
     name = parts.original(role)
-    dtype = parts.checkpoint.stored_dtype(name)
+    dtype = parts.checkpoint.tensors[name].dtype
     if dtype not in allowed:
         raise parts.error(
             f"the scale {name} is stored as {dtype}; with {parts.codes} ({parts.dtype}) it takes {' or '.join(allowed)}"
@@ -118,7 +118,7 @@ def misfit(parts: Parts, role: str, wanted: str) -> CheckpointError:
     """An error for a scale (or zero point) whose shape does not fit the weight's."""
     name = parts.original(role)
     return parts.error(
-        f"the tensor {name} has the shape {list(parts.checkpoint.shape(name))}; "
+        f"the tensor {name} has the shape {list(parts.checkpoint.tensors[name].shape)}; "
         f"{parts.codes} ({parts.dtype} {list(parts.shape)}) takes {wanted}",
         try_="config.json and weights of one and the same checkpoint",
     )

@@ -66,7 +66,7 @@ def describe_head(folder: Path) -> HeadReport:
         path=str(checkpoint.path),
         layout=layout.source,
         layers=layout.geometry.layers,
-        parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names),
+        parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
         size_bytes=checkpoint.size_bytes,
         rules=dict(layout.rules),
     )

@@ -89,7 +89,7 @@ class HeadFiles:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        names = canonical_names(checkpoint.names)
+        names = canonical_names(checkpoint.tensors)
         self.names = names | {name: name for name in names.ignored}  # no head has a vision tower
         self.config = ReadKeys(checkpoint.config)
         self._tables: dict[str, ReadKeys] = {"": self.config}
@@ -130,7 +130,7 @@ class HeadFiles:
             raise CheckpointError(
                 f"the tensor {name} is missing", folder=self.checkpoint.path, nearest=nearest(name, self.names)
             )
-        shape = self.checkpoint.shape(self.names[name])
+        shape = self.checkpoint.tensors[self.names[name]].shape
         if axes is not None and len(shape) != axes:
             raise CheckpointError(
                 f"the tensor {self.names[name]} has the shape {list(shape)}, and takes {axes} axes",

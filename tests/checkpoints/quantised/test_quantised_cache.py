@@ -60,7 +60,7 @@ def test_the_cache_is_written_once_and_holds_the_same_bits(source, tmp_path):
     assert torch.equal(logits(first), logits(second))
     direct, cached = Checkpoint.open(source), Checkpoint.open(entry)
     weights = StoredWeights(direct)
-    assert set(cached.names) == set(weights)
+    assert set(cached.tensors) == set(weights)
     for name in weights:
         assert cached.load(name).dtype == weights[name].dtype
         assert torch.equal(cached.load(name), weights[name])
