@@ -16,7 +16,7 @@ from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
 from specdec.errors import ContractError, PromptError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
-from specdec.testing import TableModel, parametrize_checks
+from specdec.testing import TableModel
 from tests import tiny
 
 VOCAB = 277
@@ -149,34 +149,6 @@ def test_a_head_belongs_to_its_target(make_target):
             head.extended(wrong)
     with pytest.raises(UnsupportedError, match="no MTP head"):
         make_target("qwen3").draft_head([1])
-
-
-# --- the kit ----------------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class ManyTurns(MtpConfig):
-    """An id is added and dropped, both heads run, and the gate closes."""
-
-    vocabulary: str = "kit"
-    max_extra: int = 1
-    max_miss: float = 0.03
-    min_confidence: float = 0.3
-
-
-def _prepare(config, env):
-    """A vocabulary of three of the kit's five tokens, or two of three."""
-    kept = [token for token in (0, 2, 3) if token < env.target.info.vocab_size]
-    return PreparedVocabulary.of(env.target.draft_head(kept), env.target.info.vocab_size)
-
-
-SPEC = attrs.evolve(mtp.specdec_drafters()[0], config=ManyTurns, prepare=_prepare)
-
-
-@pytest.mark.slow
-@parametrize_checks(drafter=SPEC, effort="sample")
-def test_kit_with_added_ids_fallback_and_gate(check):
-    check()
 
 
 def test_prepare_with_a_target_that_prunes_nothing(tmp_path):

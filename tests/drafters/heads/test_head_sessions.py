@@ -15,7 +15,6 @@ from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.testing import Subject, as_subject
 from specdec.testing.scripted_session import CAPACITY, ScriptedSession, drafts_equal
 from tests import tiny
-from tests.decoding.test_sessions import live, operations
 from tests.drafters.composed import composed, load_base, write_folders
 from tests.selection import cases, examples
 
@@ -114,20 +113,6 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
 
     check()
     assert all(seen.values()), seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", cases(KINDS, sample=["eagle3"]))
-@examples(12)
-@given(
-    story=st.lists(operations, min_size=3, max_size=8),
-    sampling=st.sampled_from([{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.1, "top_k": 9, "seed": 4}]),
-)
-def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_head_drafts_as_before(
-    base, with_head, tmp_path_factory, kind, story, sampling
-):
-    session = live(with_head(kind), base, story, tmp_path_factory.getbasetemp() / f"{kind}.session", sampling)
-    assert session.stats.offered
 
 
 def test_a_head_that_reads_other_states_builds_its_state_again(with_head, tmp_path):
