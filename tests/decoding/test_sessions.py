@@ -22,11 +22,10 @@ from safetensors.torch import save_file
 
 import specdec
 from specdec.config import Choice
-from specdec.contract import Draft, Drafter, DrafterSpec, LogitsProcessor, PrepareEnv, ProcessorSpec
+from specdec.contract import Draft, Drafter, DrafterSpec, PrepareEnv
 from specdec.decoding import session_file
 from specdec.decoding.sequence import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
-from specdec.registry import Registry, use_registry
 from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from tests.decoding.test_lossless import SHAPES
 from tests.selection import cases
@@ -502,38 +501,12 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(moment, lm, 
     )
 
 
-@pytest.mark.parametrize(
-    ("token", "forbidden", "reason"),
-    [
-        (10**6, False, "every draft was cut before it was verified: draft token outside the vocabulary (3)"),
-        (5, True, "every draft was cut before it was verified: forbidden by a logits processor (6)"),
-    ],
-)
-def test_drafts_that_were_all_cut_are_not_called_no_draft(token, forbidden, reason, lm):
+def test_drafts_that_were_all_cut_are_not_called_no_draft(lm):
     class Always(Drafter):
         def propose(self, context, depth):
-            return Draft((token,) * depth)
-
-    class Nothing(LogitsProcessor):
-        def process(self, logits, history):
-            return logits
-
-        def legal(self, draft, history):
-            return 0
-
-    class Plugin:
-        @specdec.hookimpl
-        def specdec_logits_processors(self):
-            return [ProcessorSpec(name="nothing", factory=lambda config, env: Nothing())]
+            return Draft((10**6,) * depth)
 
     made = DrafterPart(spec=DrafterSpec(name="always", factory=lambda config, env: Always()))
-    registry = Registry()
-    registry.register(Plugin())
-    former = use_registry(registry)
-    try:
-        run = attrs.evolve(variant(lm, "none", 3), drafter=made)
-        settings = {"processors": (Choice("nothing"),)} if forbidden else {}
-        stats = run.generate([50], max_new_tokens=4, ignore_eos=True, **settings).stats
-    finally:
-        use_registry(former)
+    stats = attrs.evolve(variant(lm, "none", 3), drafter=made).generate([50], max_new_tokens=4, ignore_eos=True).stats
+    reason = "every draft was cut before it was verified: draft token outside the vocabulary (3)"
     assert stats.speculation() == {"active": False, "drafter": "always", "reason": reason}

@@ -6,9 +6,7 @@ The oracles are float64 numpy, straight from the equations (``models/mtp_oracle.
 import pytest
 
 from specdec.errors import UnsupportedError
-from specdec.measuring import measure_acceptance
 from specdec.measuring.ablations import SWITCHES, AblatedLM, inapplicable
-from specdec.measuring.prompts import Prompt
 from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel
 from tests import tiny
@@ -113,13 +111,3 @@ def test_what_has_no_such_head_is_refused(make_target):
             with pytest.raises(UnsupportedError, match="cannot be measured") as caught:
                 AblatedLM(other, ("no-rotary",))
             assert f"not of {family}" in caught.value.facts["reason"]
-
-
-# --- measured --------------------------------------------------------------------------------------------------------
-
-
-def measured(lm, depth=3, **settings):
-    texts = ["def add(a, b):\n", "The river flows through the", "import json\n\n\ndef load(path):\n", "In 1901 he"]
-    mine = {"own": [Prompt(kind="own", text=text) for text in texts]}
-    settings = {"max_new_tokens": 24, "ignore_eos": True, **settings}
-    return measure_acceptance(lm, mine, depth=depth, costs=COSTS, ablations=tuple(SWITCHES), **settings)

@@ -189,43 +189,6 @@ def test_a_tool_is_called_and_its_result_answered(client, create, choice):
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 8  # the call was part of the prompt
 
 
-def test_an_agent_calls_its_tools_and_reads_their_results(server):
-    """The model is too small to choose well: the grammar makes every step a call that the agent can run."""
-    smolagents = pytest.importorskip("smolagents")
-    pytest.importorskip("llguidance")
-    results = []
-
-    def add(a: int, b: int) -> int:  # smolagents reads the types
-        """Add two numbers.
-
-        Args:
-            a: one number
-            b: another number
-        """
-        results.append(a + b)
-        return results[-1]
-
-    def multiply(a: int, b: int) -> int:
-        """Multiply two numbers.
-
-        Args:
-            a: one number
-            b: another number
-        """
-        results.append(a * b)
-        return results[-1]
-
-    model = smolagents.OpenAIModel("demo", api_base=server.url, api_key="none", max_tokens=64, temperature=1.0, seed=2)
-    tools = [smolagents.tool(add), smolagents.tool(multiply)]
-    agent = smolagents.ToolCallingAgent(tools, model, max_steps=3, verbosity_level=0)
-    assert agent.run("What is 3 times 4?")
-    *steps, last = [step for step in agent.memory.steps if isinstance(step, smolagents.ActionStep)]
-    assert [step.error for step in steps] == [None] * len(steps)
-    assert [step.observations for step in steps] == [*map(str, results)]
-    assert results
-    assert last.is_final_answer or "Reached max steps" in str(last.error)
-
-
 def test_tokenize_and_detokenize(server, lm):
     assert server.post("/tokenize", {"prompt": "def add("})[2]["tokens"] == lm.tokenizer.encode("def add(")
     told = server.post("/tokenize", {"messages": QUESTION})[2]
