@@ -1,8 +1,6 @@
 """Conversations: what a turn may reuse, how it ends, what survives; and ``specdec chat`` over them."""
 
-import os
 import pathlib
-import signal
 
 import attrs
 import pytest
@@ -22,11 +20,6 @@ STRIPPING = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
 """
 """As Qwen's: what old answers thought is left out, and a new one begins with a thought."""
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return specdec.load("demo", depth=2)  # what an adaptive depth drafts in so few tokens depends on the clock
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -298,19 +291,9 @@ def test_system_message_and_template_variables(chat, demo):
     assert done.stdout == "".join(f"{answer}\n" for answer in answers)
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
-    """The signal that a terminal sends, in the middle of the first answer."""
-    from specdec.decoding.stream import Stream
-
-    pieces, following = [], Stream.__next__
-
-    def counted(self):
-        pieces.append(1)
-        if len(pieces) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return following(self)
-
-    monkeypatch.setattr(Stream, "__next__", counted)
+def test_ctrl_c_stops_the_answer_and_keeps_it(chat, ctrl_c):
+    """In the middle of the first answer."""
+    ctrl_c(4)
     done = chat("Hello\nAnd?\n/stats\n", "-n", "300", "-s", "generation.ignore_eos=true")
     assert done.exit_code == 0
     assert done.stderr.count("(stopped; the answer so far is kept)") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, Needs
@@ -37,13 +36,8 @@ class Faulty(NgramDrafter):
                 return Draft((1,) * (depth + 3))
             case "out of range":
                 return Draft((*draft.tokens[:1], self._vocab))
-            case "negative":
-                return Draft((-1,))
             case "no draft":
                 return [1, 2]
-            case "slow":
-                time.sleep(0.0005)
-                return draft
             case "leak":
                 self.leaked.extend(context)
                 return Draft(tuple(self.leaked[-depth:]))
@@ -71,7 +65,7 @@ class NeverStarts(Drafter):
         return Draft()
 
 
-FAULTS = ("raises", "too long", "out of range", "negative", "no draft", "slow", "leak", "target", "no rewind")
+FAULTS = ("raises", "too long", "out of range", "no draft", "leak", "target", "no rewind")
 
 
 def faulty(fault: str) -> DrafterSpec:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config import Choice
-from specdec.errors import SpecdecError, UnsupportedError
+from specdec.errors import SpecdecError
 from specdec.hosting import HostedDrafter, TraceWriter, host_info, read_trace, replay
 from specdec.hosting.drafting import LOOK_EVERY, PAUSE
 from specdec.registry import use_registry
@@ -99,11 +99,7 @@ def test_a_drafter_that_fails_everywhere_is_switched_off_with_its_reason(fault, 
 
 @pytest.mark.parametrize(
     ("fault", "counted"),
-    [
-        ("too long", "draft longer than asked for"),
-        ("out of range", "draft token outside the vocabulary"),
-        ("negative", "draft token outside the vocabulary"),
-    ],
+    [("too long", "draft longer than asked for"), ("out of range", "draft token outside the vocabulary")],
 )
 def test_what_is_cut_is_counted_and_logged_once(fault, counted, caplog):
     drafter = hosted(fault)
@@ -115,41 +111,32 @@ def test_what_is_cut_is_counted_and_logged_once(fault, counted, caplog):
     assert sum(counted in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", ["reads layers", "reads states", "mtp", "eagle3", "never starts", "nobody"])
-def test_a_drafter_that_cannot_run_in_a_host_is_refused_with_the_reason(name):
-    with pytest.raises(SpecdecError) as caught:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("reads layers", "cannot run in a host: it needs hidden states between layers"),
+        ("reads states", "cannot run in a host: it needs hidden states after the final norm"),
+        ("mtp", "cannot run in a host: it needs an MTP head, which no host gives to a drafter"),
+        ("eagle3", "a head reads the target's hidden states, and a host gives them to no drafter"),
+        ("never starts", "failed in factory: RuntimeError: no such file"),
+        ("nobody", "no drafter is called 'nobody'"),
+    ],
+)
+def test_a_drafter_that_cannot_run_in_a_host_is_refused_with_the_reason(name, said):
+    with pytest.raises(SpecdecError, match=said):
         hosted(name)
-    said = {
-        "reads layers": "cannot run in a host: it needs hidden states between layers",
-        "reads states": "cannot run in a host: it needs hidden states after the final norm",
-        "mtp": "cannot run in a host: it needs an MTP head, which no host gives to a drafter",
-        "eagle3": "a head reads the target's hidden states, and a host gives them to no drafter",
-        "never starts": "failed in factory: RuntimeError: no such file",
-        "nobody": "no drafter is called 'nobody'",
-    }
-    assert said[name] in str(caught.value)
-    assert isinstance(caught.value, UnsupportedError) == (name in ("reads layers", "reads states", "mtp", "eagle3"))
-
-
-class Clock:
-    """Time that passes only where a test says so."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.mark.parametrize(("drafting", "pass_seconds", "pauses"), [(0.1, 0.01, True), (0.001, 0.01, False)])
 def test_drafting_pauses_while_it_takes_longer_than_it_can_save(monkeypatch, drafting, pass_seconds, pauses):
     """Every draft of this loop is right: a call saves a pass for each accepted token."""
-    clock = Clock()
-    drafter = hosted("ngram", pausing=True, clock=clock)
+    now = 0.0
+    drafter = hosted("ngram", pausing=True, clock=lambda: now)
     inside = drafter._propose
 
     def slowly(*arguments):
-        clock.now += drafting
+        nonlocal now
+        now += drafting
         return inside(*arguments)
 
     monkeypatch.setattr(drafter, "_propose", slowly)
@@ -159,11 +146,11 @@ def test_drafting_pauses_while_it_takes_longer_than_it_can_save(monkeypatch, dra
         draft = drafter.one(history, 2)
         drafts += bool(draft)
         history += [history[-4 + at % 4] for at in range(len(draft) + 1)]
-        clock.now += pass_seconds
+        now += pass_seconds
     assert bool(drafter.pauses) == pauses
     assert (drafts == 3 * LOOK_EVERY) != pauses
     for _ in range(PAUSE):  # what passes meanwhile is not saved by the last draft before
         drafter.one(history, 2)
         history.append(history[-4])
-        clock.now += pass_seconds
+        now += pass_seconds
     assert drafter.pauses == 2 * pauses
