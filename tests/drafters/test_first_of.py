@@ -52,23 +52,6 @@ class Noted(Drafter):
         return {"number": self.config.number}
 
 
-class Bare(Drafter):
-    """Declares no needs, and fails at the first pass that shows it hidden states."""
-
-    def __init__(self, config, env):
-        pass
-
-    def prefill(self, context, output):
-        assert output.hidden is None
-        assert not output.boundaries
-
-    def propose(self, context, depth):
-        return Draft()
-
-    def observe(self, verdict, output, context):
-        self.prefill(context, output)
-
-
 @attrs.frozen(kw_only=True)
 class NotedConfig:
     number: int = 0
@@ -83,7 +66,6 @@ class Plugin:
     def specdec_drafters(self):
         return [
             DrafterSpec(name="noted", factory=Noted, config=NotedConfig, needs=Needs(final_hidden=True)),
-            DrafterSpec(name="bare", factory=Bare),
             DrafterSpec(name="prepared", factory=Noted, config=NotedConfig, prepare=lambda config, env: config.number),
         ]
 
@@ -107,13 +89,6 @@ def subject(*choices):
         needs=Needs(mtp=True, final_hidden=True),
         prepare=lambda target: prepare(config, PrepareEnv(target=target)),
     )
-
-
-def test_each_drafter_sees_only_what_it_declared():
-    played = ScriptedSession.start(subject(Choice("noted"), Choice("bare")))
-    played.feed([1, 2, 3], chunk=2)
-    played.cycle(2, 1, 0)
-    assert "failed" not in played.drafter.report()["drafters"]["bare"]
 
 
 # --- who drafts ------------------------------------------------------------------------------------------------------

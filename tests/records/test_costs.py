@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.decoding import cycle_timing
-from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay, warm_up
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay
 from specdec.errors import UnsupportedError
 from specdec.records import machine
 from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
@@ -89,18 +88,6 @@ def test_processors_of_one_name_are_told_apart(monkeypatch, cpuinfo, name):
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depths", [range(7), range(4)])
-def test_every_number_of_rows_is_warmed_up_once(demo, monkeypatch, depths):
-    ran, cycles, heads = [], [], []
-    monkeypatch.setattr(cycle_timing._Measured, "verify", lambda _, rows: ran.append(rows))
-    monkeypatch.setattr(cycle_timing._Measured, "cycle", lambda _, depth, *, keep: cycles.append(depth))
-    monkeypatch.setattr(cycle_timing, "_warm_up_head", lambda target, rows: heads.append(rows))
-    warm_up(demo, depths)
-    assert ran == [depth + 1 for depth in depths]
-    assert cycles == [max(depths)]
-    assert heads == [max(depths) + 1]
 
 
 def test_measuring_prices_every_depth_and_changes_nothing(demo):
