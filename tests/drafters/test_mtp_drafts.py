@@ -148,20 +148,6 @@ def test_drafts_after_prefill(shape, kernels, make_target, oracle, record_proper
     record(record_property, "qwen3_5", "MTP drafts", "a float64 oracle in numpy", shape, worst)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_drafts_after_every_accept_count(depth, kernels, make_target, oracle):
-    """Three cycles in a row for each count: catch-up rows, dropped chain entries, the last accepted row's hidden."""
-    shape = "r3-gqa3-untied"
-    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
-    for accepted in range(depth + 1):
-        run = Run(target)
-        run.prefill(prompt_of(9))
-        for cycle in range(3):
-            check(run, oracle(shape), depth)
-            run.verify(prompt_of(depth, seed=cycle + 1), accepted, following=(31 * cycle + 7) % VOCAB)
-        check(run, oracle(shape), depth)
-
-
 steps = st.one_of(
     st.tuples(
         st.just("cycle"),  # how many tokens are drafted (and never looked at), which are verified, how many accepted
