@@ -14,7 +14,6 @@ from specdec.contract import EMPTY_DRAFT, Draft, Drafter, DrafterSnapshot, Draft
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import DrafterSubject
 from specdec.testing.scripted_session import ScriptedSession
 
@@ -71,13 +70,9 @@ class Plugin:
 
 
 @pytest.fixture(autouse=True)
-def _registry():
-    registry = Registry(BUILT_INS, entry_points=())
-    registry.register(Plugin(), "noting")
-    former = use_registry(registry)
+def _registry(install):
+    install(Plugin())
     made.clear()
-    yield
-    use_registry(former)
 
 
 def subject(*choices):

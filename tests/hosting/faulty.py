@@ -8,7 +8,6 @@ from typing import Any
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, Needs
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Registry
 
 
 class Faulty(NgramDrafter):
@@ -86,10 +85,3 @@ class Plugin:
             DrafterSpec(name="reads layers", factory=Faulty, config=NgramConfig, needs=Needs(boundaries=(1,))),
             DrafterSpec(name="reads states", factory=Faulty, config=NgramConfig, needs=Needs(final_hidden=True)),
         ]
-
-
-def with_faults() -> Registry:
-    """A registry of the built-in plugins and these."""
-    made = Registry(BUILT_INS, ())
-    made.register(Plugin())
-    return made
