@@ -141,15 +141,6 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, 
             assert result.tokens == plain.generate(PROMPT, **settings, **more).tokens
 
 
-def test_when_no_token_of_the_draft_model_is_allowed_it_has_no_opinion(base, written):
-    lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
-    settings = {"max_new_tokens": 10, "ignore_eos": True, "banned": tuple(range(270))}
-    result = lm.generate(PROMPT, **settings)
-    assert result.tokens == base.generate(PROMPT, **settings).tokens
-    assert not result.stats.inactive_reason
-    assert result.stats.offered == []
-
-
 @given(
     inner=st.integers(2, 7),
     width=st.integers(2, 7),

@@ -1,8 +1,8 @@
 """The MTP drafter against an oracle that keeps no state: float64, from the equations alone (``models/mtp_oracle.py``).
 
 Wrong drafts never show in the output (verification repairs them), only in the acceptance of trained weights. So each
-draft is compared here, token by token, after prefill, after every accept count, over cycles, chunkings and rewinds; and
-each trap that other engines fell into is shown to change the drafts, so that agreeing with the oracle means something.
+draft is compared here, token by token, after prefill and over cycles of any accept counts, chunkings and rewinds. The
+mistakes that other engines made change the drafts (``tests/measuring/test_ablation.py``).
 """
 
 import functools
@@ -207,18 +207,3 @@ def test_a_state_without_mtp_entries_is_refused(make_target):
     drafter.rewind(target.rewind(state, 0))  # from nothing, all is known again
     target.prefill(state, tokens[:-1])
     assert len(drafter.propose(Context(tokens), 2).tokens) == 2
-
-
-def test_the_oracle_equals_transformers_trunk(checkpoint):
-    """The oracle's trunk is right on its own account, so agreeing with it is not agreeing with our own mistake."""
-    transformers = pytest.importorskip("transformers")
-    import torch
-
-    shape = tiny.QWEN3_5_SHAPES["r3-gqa3-untied"]
-    folder = checkpoint("qwen3_5", dtype="float32", **shape)
-    model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    tokens = prompt_of(70)
-    with torch.no_grad():
-        theirs = model.eval()(torch.tensor([tokens])).logits[0].double().numpy()
-    ours = MtpOracle(folder).logits(tokens)
-    assert np.abs(ours - theirs).max() / np.abs(theirs).max() < LOGITS_BOUND

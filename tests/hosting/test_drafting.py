@@ -11,7 +11,7 @@ from specdec.errors import SpecdecError
 from specdec.hosting import HostedDrafter, TraceWriter, host_info, read_trace, replay
 from specdec.hosting.drafting import LOOK_EVERY, PAUSE
 from tests.hosting.faulty import FAULTS, Plugin
-from tests.hosting.simulated import VOCAB, plain, random_requests, serve
+from tests.hosting.simulated import VOCAB, plain, random_prompts, serve
 from tests.selection import examples
 
 INFO = host_info("a host", VOCAB, 4096)
@@ -32,22 +32,12 @@ def hosted(name, **options):
     return HostedDrafter(Choice(name, options), INFO, **{"pausing": False} | own)
 
 
-def served(drafter, seed, depth=4):
+def check_served(drafter, seed, depth=4):
     rng = random.Random(seed)
-    requests = random_requests(rng)
-    serve(
-        requests,
-        lambda new, histories, lengths, buffer: drafter.draft(
-            [buffer[row, : lengths[row]] if step else None for row, step in enumerate(new)], depth
-        ),
-        depth,
-        rng,
-    )
+    prompts, count = random_prompts(rng), rng.randrange(1, 40)
+    texts = serve(prompts, count, lambda histories: drafter.draft(histories, depth), depth, rng)
     drafter.close()
-    for one in requests:
-        assert one.tokens == plain(one.prompt, one.count)[: len(one.tokens)]
-        assert one.cancelled or len(one.tokens) == one.count
-    return requests
+    assert texts == [plain(prompt, len(text) - len(prompt)) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 @pytest.mark.parametrize("name", TOKENS_ONLY)
@@ -58,7 +48,7 @@ def test_drafts_in_a_host_are_those_of_the_engine(tmp_path_factory, name, seed, 
     choice = Choice(name, TOKENS_ONLY[name])
     trace = TraceWriter(path, host="a host", drafter=choice, vocab_size=VOCAB)
     drafter = hosted(name, **TOKENS_ONLY[name], trace=trace, sessions=sessions)
-    served(drafter, seed)
+    check_served(drafter, seed)
     assert not drafter.off
     assert not drafter.report()["failed"]
     for request in read_trace(path).requests:
@@ -71,7 +61,7 @@ def test_drafts_in_a_host_are_those_of_the_engine(tmp_path_factory, name, seed, 
 @given(seed=st.integers(0, 2**32))
 def test_no_fault_of_a_drafter_reaches_the_host(fault, seed):
     drafter = hosted(fault)
-    served(drafter, seed)
+    check_served(drafter, seed)
     report = drafter.report()
     assert drafter.off or sum(report["failed"].values()) <= report["sessions"]
 

@@ -67,15 +67,6 @@ def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
     check(run, wrong, 4)
 
 
-def test_without_a_switch_it_has_the_bits_of_the_target(make_target, kernels):
-    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
-    ours, theirs = Run(AblatedLM(target, ())), Run(target)
-    for run in (ours, theirs):
-        run.prefill(prompt_of(12))
-        run.draft(4)
-    assert all((a == b).all() for a, b in zip(ours.target.seen, theirs.target.seen, strict=True))
-
-
 def test_a_state_without_its_prompt_survives_a_snapshot(make_target):
     target = AblatedLM(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
     drafts = []

@@ -63,18 +63,6 @@ def test_a_failure_says_clause_case_and_replay():
     assert "length = " in text
 
 
-def test_the_same_seed_finds_the_same_case():
-    texts = [
-        str(
-            run_check(
-                _check("D6"), as_subject(Subject.DRAFTER, drafters.CountsItsOwnCycles), seed=5, shrink=False
-            ).failure
-        )
-        for _ in range(2)
-    ]
-    assert texts[0] == texts[1]
-
-
 def test_a_known_failure_is_reported_with_its_reason_and_one_that_passes_fails():
     subject = as_subject(Subject.DRAFTER, drafters.TooLong)
     assert run_check(_check("D1"), subject, known="issue 12", shrink=False).status is Status.KNOWN
