@@ -9,6 +9,8 @@ import json
 import pytest
 from serving import ASK, events, streamed_text
 
+from tests.processes import run_specdec
+
 openai = pytest.importorskip("openai")
 QUESTION = ASK["messages"]
 SETTINGS = [
@@ -248,3 +250,11 @@ def test_completions_take_text_and_token_ids(client, lm):
         ]
     with pytest.raises(openai.BadRequestError, match="one prompt for each request, got 2"):
         client.completions.create(model="demo", prompt=["a", "b"])
+
+
+@pytest.mark.slow
+def test_the_server_agrees_with_itself_under_audit(server):
+    servers = ("--server", server.url, "--server", server.url)
+    told = json.loads(run_specdec("audit", *servers, "--ignore-eos", "--json", "-n", "12", "-p", "def add(").stdout)
+    assert (told["requests"], told["tokens"]) == (1, 12)
+    assert (told["differ"]["count"], told["control"]["count"], told["logprobs_apart"]) == (0, 0, 0.0)

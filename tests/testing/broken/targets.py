@@ -17,11 +17,13 @@ def table(kind: type[TableModel], **options) -> TableModel:
 
 
 class ForgetsInLongPrompts(TableModel):
-    """A prompt chunk of more than 3 tokens loses its first one."""
+    """The state after a long prompt chunk is another one."""
+
+    longest = 3
 
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
-        if len(tokens) > 3:
+        if len(tokens) > self.longest:
             state.point = attrs.evolve(state.point, accumulator=state.point.accumulator ^ 1)
         return output
 
@@ -56,12 +58,8 @@ class TakesTheNeighboursRows(TableModel):
         return [outputs[-1], *outputs[:-1]]
 
 
-class OtherBitsInLongPrompts(TableModel):
-    def prefill(self, state, tokens):
-        output = super().prefill(state, tokens)
-        if len(tokens) > 24:
-            state.point = attrs.evolve(state.point, accumulator=state.point.accumulator ^ 1)
-        return output
+class OtherBitsInLongPrompts(ForgetsInLongPrompts):
+    longest = 24
 
 
 class IgnoresMisuse(TableModel):
