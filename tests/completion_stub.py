@@ -26,13 +26,6 @@ def logits(context: tuple[int, ...], prompt: str) -> np.ndarray:
     return 20 - np.random.default_rng(seed).exponential(2.0, VOCAB)
 
 
-Rounded = Callable[[np.ndarray], np.ndarray]
-
-
-def exact(row: np.ndarray) -> np.ndarray:
-    return row
-
-
 def bfloat16(row: np.ndarray) -> np.ndarray:
     return torch.from_numpy(row).to(torch.bfloat16).double().numpy()
 
@@ -47,7 +40,7 @@ class Toy:
     """
 
     depth: int = 0
-    rounded: Rounded = exact
+    rounded: Callable[[np.ndarray], np.ndarray] = np.asarray
     keeps: int | None = None
 
     def steps(self, prompt: str, limit: int) -> list[tuple[int, np.ndarray]]:

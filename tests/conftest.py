@@ -99,6 +99,16 @@ def make_target(checkpoint):
     return target
 
 
+@pytest.fixture
+def install():
+    """``install(plugin, ...)``: until the test ends the registry has the built-in plugins and these."""
+    from specdec.registry import BUILT_INS, Registry, use_registry
+
+    former = use_registry(None)
+    yield lambda *plugins: use_registry(Registry([*BUILT_INS, *plugins], entry_points=()))
+    use_registry(former)
+
+
 @pytest.fixture(scope="session", params=["torch", "native"])
 def kernels(request):
     """The CPU kernels under test: the torch reference, and the native ones where they compile."""

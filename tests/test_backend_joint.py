@@ -14,7 +14,6 @@ from specdec.backends.ops import Ops
 from specdec.contract import BackendSpec
 from specdec.errors import UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Registry, use_registry
 
 ROOT = pathlib.Path(specdec.__file__).parent
 OWN_BACKENDS = re.compile(r"^\s*(from|import) specdec\.backends\.(cpu|cuda|metal)\b", re.MULTILINE)
@@ -51,23 +50,15 @@ class Stranger(Backend):
         raise AssertionError("nothing is loaded here")
 
 
-@pytest.fixture
-def install():
-    """``install(**fields)``: a backend "stranger" beside the built-in ones."""
-    former = []
+def stranger(**fields):
+    """A plugin with a backend."""
 
-    def registered(**fields):
-        class Plugin:
-            @hookimpl
-            def specdec_backends(self):
-                return [BackendSpec(**{"name": "stranger", "factory": lambda config: Stranger(), **fields})]
+    class Plugin:
+        @hookimpl
+        def specdec_backends(self):
+            return [BackendSpec(**{"name": "stranger", "factory": lambda config: Stranger(), **fields})]
 
-        registry = Registry(BUILT_INS, entry_points=(), strict=True)
-        registry.register(Plugin())
-        former.append(use_registry(registry))
-
-    yield registered
-    use_registry(former[0])
+    return Plugin()
 
 
 def fails(*_):
@@ -75,14 +66,14 @@ def fails(*_):
 
 
 def test_the_largest_preference_wins_and_brings_its_notices(install):
-    install(preference=lambda: 100)
+    install(stranger(preference=lambda: 100))
     backend, notices = choice.make_backend("auto")
     assert isinstance(backend, Stranger)
     assert notices == ("it is strange",)
 
 
 def test_without_a_preference_a_backend_is_taken_by_name_only(install):
-    install()
+    install(stranger())
     assert choice.auto_backend()[0] != "stranger"
     assert choice.make_backend("stranger")[0].name == "stranger"
 
@@ -99,7 +90,7 @@ def test_without_a_preference_a_backend_is_taken_by_name_only(install):
     ],
 )
 def test_a_backend_that_cannot_run_is_passed_over_with_the_reason(install, fields, reason):
-    install(**fields)
+    install(stranger(**fields))
     name, notices = choice.auto_backend()
     assert name != "stranger"
     assert f"the stranger backend cannot run here: {reason}" in notices[0]

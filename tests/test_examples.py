@@ -1,4 +1,4 @@
-"""Properties of the examples of the tutorials. ``test_docs.py`` runs the tutorials themselves."""
+"""Properties of the examples of the tutorials. ``test_docs.py`` runs the tutorials, and the kit on each."""
 
 import importlib
 import pathlib
@@ -6,15 +6,10 @@ import pathlib
 import pytest
 
 from specdec.config import load_config, structure_options
-from specdec.contract import Context, DrafterEnv, NoConfig, Sampling
-from specdec.decoding.cycle import run_cycle
-from specdec.decoding.result import RunStats
-from specdec.decoding.sequence import LiveSequence
-from specdec.drafters.none import NoDrafter
+from specdec.contract import Context
 from specdec.errors import ConfigError
 from specdec.registry import BUILT_INS, Registry, use_registry
-from specdec.testing import TableModel, check_plugin, parametrize_checks
-from specdec.verifiers.strict import StrictVerifier
+from specdec.testing import check_plugin
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = (
@@ -26,7 +21,6 @@ EXAMPLES = (
     "first_backend",
     "first_target",
 )
-LENGTH = 40
 
 
 @pytest.fixture(autouse=True)
@@ -42,41 +36,10 @@ def registry(monkeypatch):
     use_registry(former)
 
 
-def generate(registry, *, drafter=None, verifier=None, depth=4, temperature=0.0, seed=0):
-    """Tokens and counters of a generation on a toy target; every cycle is shown to the observers."""
-    target = TableModel.random(5, order=2, seed=seed, peak=0.3)
-    tokens, state, stats = [1, 2], target.new_state(LENGTH + 32), RunStats()
-    target.prefill(state, tokens[:-1])
-    env = DrafterEnv(target=target, state=state)
-    sequence = LiveSequence(
-        target=target,
-        state=state,
-        drafter=NoDrafter(NoConfig(), env) if drafter is None else drafter(env),
-        verifier=verifier or StrictVerifier(),
-        tokens=tokens,
-        context=Context(tokens, Sampling(temperature=temperature, seed=seed), generated_from=2),
-    )
-    while len(tokens) < LENGTH:
-        registry.notify_cycle(run_cycle(sequence, depth, len, stats))
-    assert sequence.failure == ""
-    assert stats.faults == {}
-    return tokens[:LENGTH], stats
-
-
-def echo(env):
+def test_the_drafter_repeats_what_it_saw():
     from first_drafter import EchoConfig, EchoDrafter
 
-    return EchoDrafter(EchoConfig(), env)
-
-
-def top(k):
-    from first_verifier import TopConfig, TopVerifier
-
-    return TopVerifier(TopConfig(k=k))
-
-
-def test_the_drafter_repeats_what_it_saw():
-    drafter = echo(None)
+    drafter = EchoDrafter(EchoConfig(), None)
     assert drafter.propose(Context([7, 8, 9]), 5).tokens == (8, 9, 8, 9, 8)
     assert drafter.propose(Context([7]), 3).tokens == (7, 7, 7)
     assert drafter.propose(Context([7, 8]), 0).tokens == ()
@@ -126,51 +89,3 @@ def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
         structure_options(
             choice.options, getattr(registry, {"depth": "depth_policy"}.get(table, table))(name).config, table
         )
-
-
-# --- what the tutorials say about the kit -----------------------------------------------------------------------------
-
-
-def numpy_ops():
-    from first_backend import NumpyOps
-
-    return NumpyOps()
-
-
-def streak():
-    from first_depth_policy import StreakConfig, StreakPolicy
-
-    return StreakPolicy(StreakConfig())
-
-
-def once(env):
-    from first_logits_processor import OnceConfig, OnceProcessor
-
-    return OnceProcessor(OnceConfig(), env)
-
-
-def cycle_log():
-    from first_observer import CycleLog
-
-    return CycleLog()
-
-
-def markov():
-    from first_target import TEXT, Markov
-
-    return Markov(TEXT)
-
-
-@pytest.mark.slow
-@parametrize_checks(
-    drafter=lambda env: echo(env),
-    verifier=lambda: top(2),
-    depth_policy=lambda: streak(),
-    logits_processor=once,
-    observer=cycle_log,
-    ops=numpy_ops,
-    forward_pass=markov,
-    effort="sample",
-)
-def test_contract(check):
-    check()

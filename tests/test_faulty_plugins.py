@@ -185,15 +185,6 @@ def lm():
     return specdec.load("demo", drafter="none", depth=0)
 
 
-@pytest.fixture
-def install():
-    """``install(plugin)``: the built-in plugins and this one."""
-    former = use_registry(None)
-
-    yield lambda plugin: use_registry(Registry([*BUILT_INS, plugin], entry_points=()))
-    use_registry(former)
-
-
 def run(lm, settings, *, plain):
     """The session, and the result or the error."""
     session = None

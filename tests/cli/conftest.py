@@ -1,29 +1,68 @@
-"""The command line in this process, with a stand-in for the model but the real configuration, parsing and printing."""
+"""The command line in this process."""
 
+import itertools
+import os
+import signal
+
+import attrs
 import pytest
-from cli_fakes import FakeModel
 from click.testing import CliRunner
 
 import specdec
 from specdec.cli import main
+from specdec.decoding.stream import Stream
 from specdec.registry import BUILT_INS, Registry, use_registry
 
 
+class Asked:
+    """The embedded model, whatever model a configuration names; keeps what it is asked."""
+
+    def __init__(self, lm, config):
+        self.lm, self.config = attrs.evolve(lm, config=config, notices=("[not markup] slow kernels",)), config
+
+    def __getattr__(self, name):
+        return getattr(self.lm, name)
+
+    def stream(self, prompt, *, prediction=None):
+        self.prompt, self.prediction = prompt, prediction
+        return self.lm.stream(prompt, prediction=prediction)
+
+
+@pytest.fixture(scope="session")
+def demo():
+    return specdec.load("demo", depth=2)  # what an adaptive depth drafts in so few tokens depends on the clock
+
+
 @pytest.fixture
-def models(monkeypatch):
-    """What was loaded; ``models.interrupts`` are the words after which somebody presses Ctrl-C."""
-
-    class Loaded(list):
-        interrupts = ()
-
-    loaded = Loaded()
+def asked(demo, monkeypatch):
+    """What was loaded, with its configuration and prompt."""
+    loaded = []
 
     def load(model=None, *, config=None, **others):
-        loaded.append(FakeModel(config, loaded.interrupts))
+        loaded.append(Asked(demo, config))
         return loaded[-1]
 
     monkeypatch.setitem(vars(specdec), "load", load)
     return loaded
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """``ctrl_c(2, 3)``: Ctrl-C after these pieces of text, as a terminal sends it."""
+    following = Stream.__next__
+
+    def after(*numbers):
+        pieces = itertools.count(1)
+
+        def counted(stream):
+            piece = following(stream)
+            if next(pieces) in numbers:
+                os.kill(os.getpid(), signal.SIGINT)
+            return piece
+
+        monkeypatch.setattr(Stream, "__next__", counted)
+
+    return after
 
 
 @pytest.fixture

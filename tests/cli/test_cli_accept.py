@@ -1,5 +1,6 @@
 """``specdec accept``, with the embedded model: what it says, what it writes, what it refuses, how it ends."""
 
+import itertools
 import json
 import os
 import signal
@@ -72,6 +73,11 @@ def test_a_file_of_ones_own_and_a_log(accept, tmp_path):
         agreeing = [a == b for a, b in zip(row["drafted"], row["actual"], strict=False)]
         assert all(agreeing[: row["accepted"]])
         assert row["mismatch"] is None or row["mismatch"] == row["accepted"] < len(row["drafted"])
+        assert [len(row[name]) for name in ("drafted_text", "actual_text")] == [len(row["drafted"]), len(row["actual"])]
+    for row, later in itertools.pairwise(row for row in rows if row["prompt"].endswith("line 1")):
+        assert later["position"] == row["position"] + row["accepted"] + 1
+        said = "".join(row["actual_text"][: row["accepted"] + 1])
+        assert later["context"].endswith(said) or row["mismatch"] is None  # then a token followed the draft
 
 
 def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):

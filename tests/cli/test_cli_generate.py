@@ -5,61 +5,60 @@ import re
 import signal
 
 import pytest
-from cli_fakes import FakeStream
 
 from specdec.cli.options import SAMPLE_PROMPT, SAMPLE_SETTINGS
 from specdec.config import Choice
 from specdec.errors import PromptError
 
 
-def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, models):
-    done = invoke("generate", "--prompt", "a b [c]", "--stats")
+def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, asked):
+    options = ("generate", "--prompt", "def f([b]", "-n", 24)
+    done = invoke(*options, "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    told = json.loads(done.stdout)  # one object and nothing else
+    done = invoke(*options, "--stats")
     assert done.exit_code == 0, done.stderr
-    assert done.stdout == "a b [c] \n"
-    assert models[0].asked == ["a b [c]"]
+    assert done.stdout == told["text"] + "\n"
+    assert asked[0].prompt == "def f([b]"
+    stats = told["stats"]
+    assert stats["speculation"]["active"] is True
     for text in (
-        "123.5 tokens/s: 3 tokens",
+        "tokens/s: 24 tokens",
         "the tokens of plain decoding (exact",
-        "3 of 6 drafted tokens kept (auto)",
+        f"{sum(stats['accepted'])} of {sum(stats['offered'])} drafted tokens kept (mtp)",
+        "prefill 0.",
+        "active, drafter mtp",
+        "exact, with bitwise parity",
+        "note: [not markup] slow kernels",
     ):
         assert text in done.stderr
-    for text in ("123.5 tokens/s", "prefill 0.100", "active, drafter auto", "exact, with bitwise parity"):
-        assert text in done.stderr
-    assert "note: [not markup] slow kernels" in done.stderr
     rows = [line.split() for line in done.stderr.splitlines()]
-    header = ["position", "offered", "reached", "accepted", "conditional", "cumulative"]
-    at = rows.index(header)
-    assert rows[at + 1] == ["0", "3", "3", "2", "0.667", "0.667"]
-    assert rows[at + 2] == ["1", "3", "2", "1", "0.500", "0.333"]
+    at = rows.index(["position", "offered", "reached", "accepted", "conditional", "cumulative"])
+    for place in (0, 1):
+        offered, reached, accepted = (stats[name][place] for name in ("offered", "reached", "accepted"))
+        shares = [f"{accepted / reached:.3f}", f"{accepted / offered:.3f}"]
+        assert rows[at + 1 + place] == [str(place), str(offered), str(reached), str(accepted), *shares]
 
 
-def test_json_is_one_object_on_stdout_and_nothing_else(invoke, models):
-    done = invoke("generate", "--prompt", "a b", "--json")
-    assert done.exit_code == 0
-    told = json.loads(done.stdout)
-    assert (told["text"], told["finish_reason"], told["prompt_tokens"]) == ("a b ", "length", 7)
-    assert told["stats"]["speculation"]["active"] is True
-    assert done.stderr == ""
-
-
-def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke, models):
+def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke, asked):
     done = invoke("generate", "--json")
     assert done.exit_code == 0
-    assert models[0].asked == [SAMPLE_PROMPT]
-    assert models[0].config.target.model == "demo"
-    assert {name: getattr(models[0].config.generation, name) for name in SAMPLE_SETTINGS} == SAMPLE_SETTINGS
+    assert asked[0].prompt == SAMPLE_PROMPT
+    assert asked[0].config.target.model == "demo"
+    assert {name: getattr(asked[0].config.generation, name) for name in SAMPLE_SETTINGS} == SAMPLE_SETTINGS
     assert invoke("generate", "--json", "-t", "0.5").exit_code == 0  # what is asked for wins
-    assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, None)
+    assert (asked[1].config.generation.temperature, asked[1].config.generation.seed) == (0.5, None)
 
 
-def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
+def test_flags_and_overrides_reach_the_configuration(invoke, asked, tmp_path):
+    pytest.importorskip("llguidance")
     path = tmp_path / "run.toml"
     path.write_text('[target]\nmodel = "file"\n[drafter]\nname = "ngram"\nmax_order = 3\n[generation]\nseed = 1\n')
     flags = ["-n", 5, "-t", 0.5, "-s", "drafter.max_order=4", "--stop", 'a"b', "--stop", r"\n\\n\d", "-m", "a/flag"]
     flags += ["--top-k", 4, "--top-p", 0.9, "--min-p", 0.1, "--weights", "int4", "--json-schema", "{}"]
     done = invoke("generate", path, "--prompt", "x", *flags, "--ignore-eos")
     assert done.exit_code == 0, done.stderr
-    config = models[0].config
+    config = asked[0].config
     assert config.drafter == Choice("ngram", {"max_order": 4})
     assert config.target.model == "a/flag"
     generation = config.generation
@@ -70,11 +69,11 @@ def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "stdin", "asked"),
+    ("options", "stdin", "prompt"),
     [
-        (["--prompt-file", "file", "--chat"], None, ["user: schön\n"]),
-        (["--prompt", "x", "--system", "Be brief."], None, ["system: Be brief.", "user: x"]),
-        (["a/model", "--prompt", "x"], None, ["user: x"]),
+        (["--prompt-file", "file", "--chat"], None, {"user": "schön\n"}),
+        (["--prompt", "x", "--system", "Be brief."], None, {"system": "Be brief.", "user": "x"}),
+        (["a/model", "--prompt", "x"], None, {"user": "x"}),
         (["a/model", "--prompt", "x", "--raw"], None, "x"),
         (["a/model", "--prompt-tokens", "1,2"], None, [1, 2]),
         (["--prompt-file", "-"], "from stdin", "from stdin"),
@@ -83,14 +82,16 @@ def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
         (["--prompt-tokens", " 1 , 2,3 "], None, [1, 2, 3]),
     ],
 )
-def test_where_a_prompt_comes_from(invoke, models, tmp_path, monkeypatch, options, stdin, asked):
+def test_where_a_prompt_comes_from(invoke, demo, asked, tmp_path, monkeypatch, options, stdin, prompt):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("schön\n", encoding="utf-8")
-    done = invoke("generate", *options, stdin=stdin)
+    done = invoke("generate", *options, "-n", 2, stdin=stdin)
     assert done.exit_code == 0, done.stderr
-    assert models[0].asked == [asked]
-    assert invoke("generate", "--prompt", "x", "--prediction", "file").exit_code == 0
-    assert models[-1].prediction == "schön\n"
+    if isinstance(prompt, dict):
+        prompt = demo.tokenizer.encode_messages([{"role": role, "content": text} for role, text in prompt.items()])
+    assert asked[0].prompt == prompt
+    assert invoke("generate", "--prompt", "x", "-n", 2, "--prediction", "file").exit_code == 0
+    assert asked[-1].prediction == "schön\n"
     assert "cannot read 'none'" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
     assert "standard input is not UTF-8: byte 0xff at offset 0" in invoke("generate", stdin=b"\xff").stderr
 
@@ -146,34 +147,38 @@ def test_an_answer_that_is_empty_says_why_and_an_error_begins_a_line(invoke, mon
     assert done.stderr == f"{SAMPLE_PROMPT}\nPromptError: something\n"
 
 
-def test_strict_speculation_fails_after_the_output_and_says_why(invoke, models):
-    args = ["generate", "--prompt", "a b", "-s", "drafter.name=none"]
+@pytest.mark.usefixtures("loaded_once")
+def test_strict_speculation_fails_after_the_output_and_says_why(invoke):
+    args = ["generate", "--prompt", "def f(", "-n", 8, "-s", "drafter.name=none"]
     assert invoke(*args).exit_code == 0
     done = invoke(*args, "--strict-speculation", "--json")
     assert done.exit_code == 2
     assert json.loads(done.stdout)["stats"]["speculation"]["active"] is False  # still one object
     assert "drafter 'none' was chosen" in done.stderr
-    assert invoke("generate", "--prompt", "a b", "--strict-speculation").exit_code == 0
+    assert invoke("generate", "--prompt", "def f(", "-n", 8, "--depth", 2, "--strict-speculation").exit_code == 0
 
 
-def test_one_interrupt_keeps_what_was_generated(invoke, models):
-    models.interrupts = ("b",)
-    before = signal.getsignal(signal.SIGINT)
-    done = invoke("generate", "--prompt", "a b c d", "--json")
+def test_one_interrupt_keeps_what_was_generated(invoke, asked, ctrl_c):
+    command = ("generate", "--prompt", "def f(", "-n", 60, "-s", "generation.ignore_eos=true")
+    whole, before = json.loads(invoke(*command, "--json").stdout)["text"], signal.getsignal(signal.SIGINT)
+    ctrl_c(2)
+    done = invoke(*command, "--json")
     assert done.exit_code == 130
     told = json.loads(done.stdout)
-    assert (told["text"], told["finish_reason"]) == ("a b ", "interrupted")
+    assert told["finish_reason"] == "interrupted"
+    assert 0 < len(told["text"]) < len(whole)
+    assert whole.startswith(told["text"])
     assert signal.getsignal(signal.SIGINT) is before
-    done = invoke("generate", "--prompt", "a b c d")
-    assert done.stdout == "a b \n"
+    ctrl_c(2)
+    done = invoke(*command)
+    assert done.stdout == told["text"] + "\n"
     assert "ended by 'interrupted'" in done.stderr
 
 
-def test_a_second_interrupt_aborts_a_stream_that_does_not_end(invoke, models, monkeypatch):
-    models.interrupts = ("b", "c")
-    monkeypatch.setattr(FakeStream, "stop", lambda stream: None)
-    done = invoke("generate", "--prompt", "a b c d")
+def test_a_second_interrupt_aborts_a_stream_that_does_not_end(invoke, asked, ctrl_c, monkeypatch):
+    ctrl_c(2, 3)
+    monkeypatch.setattr("specdec.decoding.stream.Stream.stop", lambda stream: None)
+    done = invoke("generate", "--prompt", "def f(", "-n", 60, "-s", "generation.ignore_eos=true")
     assert done.exit_code == 130
     assert "interrupted" in done.stderr
-    assert done.stdout.startswith("a b c ")
-    assert "d" not in done.stdout
+    assert done.stdout

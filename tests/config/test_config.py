@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import enum
+import fractions
 import pathlib
 from typing import Literal
 
 import attrs
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec
+from specdec.checking import Mismatch, convert
 from specdec.config import (
     Choice,
     GenerationConfig,
@@ -173,6 +178,39 @@ def test_a_value_of_another_type_is_never_cast(field, value):
         structure_options({field: value}, Options, "drafter", "run.toml")
     assert f"drafter.{field} takes" in raised.value.message
     assert raised.value.facts["asked for by"] == "run.toml"
+
+
+class Text(str):
+    pass
+
+
+class Word(enum.StrEnum):
+    ONE = "one"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "plain"),
+    [
+        (np.int64(3), int, 3),
+        (np.float32(0.5), float, 0.5),
+        (fractions.Fraction(1, 2), float, 0.5),
+        (Text("the"), str, "the"),
+        (Word.ONE, str, "one"),
+        *((ids, list[int], [1, 2]) for ids in ((1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2]))),
+        *((value, bool, None) for value in (1, np.bool_(True), "true")),
+        *((value, int, None) for value in (True, 2.0, "7", torch.tensor(3), 10**30 * 1.0)),
+        *((value, float, None) for value in (float("nan"), "1")),
+        *((value, str, None) for value in (b"the", 3, pathlib.Path("x"))),
+        *((value, list[int], None) for value in ("12", [5.5], [True], np.ones((2, 2), int), iter((1, 2)))),
+    ],
+)
+def test_a_callers_value_is_converted_without_loss_or_refused(value, kind, plain):
+    if plain is None:
+        with pytest.raises(Mismatch):
+            convert(value, kind)
+    else:
+        got = convert(value, kind)
+        assert (got, type(got)) == (plain, type(plain))
 
 
 @given(VALUES)

@@ -108,10 +108,6 @@ def wrong_ids(case):
     return Scripted(make)
 
 
-def numpy_ids(case):
-    return Scripted(lambda at, depth, cycle: list(np.array(case.right(at, depth), dtype=np.int32)))
-
-
 def no_draft(case):
     things = [None, (1, 2), "abc", Draft((1.0, 2.0)), Draft(("a",)), Draft(None)]
     return Scripted(lambda at, depth, cycle: things[case.number(0, len(things))])
@@ -155,7 +151,6 @@ DRAFTERS = [
     empty,
     too_long,
     wrong_ids,
-    numpy_ids,
     no_draft,
     raising,
     ngram,

@@ -13,17 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.config import Choice, RunConfig, TargetConfig
-from specdec.contract import (
-    NO_NEEDS,
-    CycleRecord,
-    DepthPolicy,
-    DepthPolicySpec,
-    ForwardPass,
-    Needs,
-    PrepareEnv,
-    State,
-    Stats,
-)
+from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
 from specdec.models.loading import load_target
 from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from tests import tiny, tiny_families
@@ -103,34 +93,6 @@ def composed(base: Any, drafter: dict[str, Any], depths: Sequence[int] = (3,), v
 
 def scripted(depths: Sequence[int]) -> DepthPart:
     return DepthPart(spec=DepthPolicySpec(name="scripted", factory=lambda config: Scripted(depths)))
-
-
-class ListState(State):
-    """A list of tokens."""
-
-    def __init__(self, capacity: int, needs: Needs = NO_NEEDS) -> None:
-        self.needs, self._capacity = needs, capacity
-        self.tokens: list[int] = []
-        self.rows: list[int] = []  # of a pass that is not committed
-
-    length = property(lambda self: len(self.tokens))
-    capacity = property(lambda self: self._capacity)
-
-    def nbytes(self) -> int:
-        return 0
-
-
-def _not_called(*given: Any, **named: Any) -> Any:
-    raise AssertionError("no test calls this")
-
-
-class BareTarget(ForwardPass):
-    """A target of which a test defines what it calls."""
-
-    prefill = decode = commit = rewind = snapshot = restore = _not_called
-
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> ListState:
-        return ListState(capacity, needs)
 
 
 def load_base(folders: Folders) -> Any:

@@ -10,20 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.contract import ForwardOutput, PrepareEnv, Sampling
+from specdec.contract import PrepareEnv
 from specdec.drafters import draft_model
-from specdec.drafters.draft_model import DraftModel, DraftModelConfig
+from specdec.drafters.draft_model import DraftModelConfig
 from specdec.drafters.logits import last_row
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.registry import Registry
 from specdec.testing import TableModel
-from specdec.testing.engine_run import run_engine
 from specdec.testing.table_model import TableLogits
-from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.decoding.test_sessions import live, operations
-from tests.drafters.composed import LLAMA, BareTarget, composed, scripted
-from tests.drafters.two_tokenizers import byte_level, sentence_piece
+from tests.drafters.composed import LLAMA, composed, scripted
+from tests.drafters.two_tokenizers import byte_level
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
 
@@ -89,69 +87,12 @@ def test_the_target_itself_as_draft_model_is_always_right(made, sampling, depth)
     assert stats.draft["passes"] == sum(stats.offered)
 
 
-class Recitation(BareTarget):
-    """Says one text for ever, in its own tokens, from wherever the tokens so far end; after anything else token 0."""
-
-    def __init__(self, tokenizer, text):
-        self.tokenizer, self.text = tokenizer, text
-        self.tokens = tokenizer.encode(text)
-        self.info = attrs.evolve(TableModel.random(2).info, vocab_size=tokenizer.vocab_size)
-
-    def next_token(self, history):
-        if history == self.tokens[: len(history)] and len(history) < len(self.tokens):
-            return self.tokens[len(history)]
-        said = self.tokenizer.decode(history)
-        rest = self.text[len(said) :] if self.text.startswith(said) else ""
-        if not rest or self.tokenizer.bos_id is None:
-            return (self.tokenizer.encode(rest, add_special=False) or [0])[0]
-        if rest.startswith(" "):
-            return self.tokenizer.encode(rest[1:], add_special=False)[0]
-        return self.tokenizer.core.token_to_id(rest[0]) or 0  # whatever is encoded gets a space before it
-
-    def prefill(self, state, tokens):
-        state.tokens += tokens
-        return ForwardOutput(rows=len(tokens))
-
-    def decode(self, state, tokens):
-        state.rows = list(tokens)
-        rows = np.zeros((len(tokens), self.info.vocab_size), np.float32)
-        for row in range(len(tokens)):
-            rows[row, self.next_token([*state.tokens, *tokens[: row + 1]])] = 9.0
-        return ForwardOutput(rows=len(tokens), logits=TableLogits(rows))
-
-    def commit(self, state, rows):
-        state.tokens += state.rows[:rows]
-
-    def rewind(self, state, length):
-        del state.tokens[length:]
-        return length
-
-
-@pytest.mark.parametrize("draft_tokenizer", ["bytes", "pieces"])
-@pytest.mark.parametrize("target_tokenizer", ["bytes", "pieces"])
-def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_tokenizer, draft_tokenizer):
-    """The oracle across tokenizers: both recite one text, each in its own tokens."""
-    tokenizers = {"bytes": byte_level(), "pieces": sentence_piece((" then", "inn", "an", " th", " ab", "日"))}
-    target, draft = tokenizers[target_tokenizer], tokenizers[draft_tokenizer]
-    text = "in the inn and then abc a theory 日本 an inn in the then and abc ab " * 3
-    model = Recitation(target, text.strip())
-    truth = model.tokens
-    shared = DraftModel(model=Recitation(draft, text.strip()), name="x", tokenizers=(target, draft))
-    config = DraftModelConfig(model="x", tokenizers="text")
-    made = []
-
-    def make(env):
-        made.append(draft_model.specdec_drafters()[0].factory(config, env))
-        return made[-1]
-
-    got, stats = run_engine(
-        model, StrictVerifier(), make, truth[:4], len(truth) - 4, [3, 1, 4, 0, 2], Sampling(), shared=shared
-    )
-    assert got == truth[4:]
-    told = made[0].report()
-    assert sum(stats.accepted) >= 0.9 * sum(stats.offered), (stats, told)
-    assert stats.tokens / stats.cycles > 2.2, (stats, told)
-    assert told["dropped"]["special"] == 0
+def test_a_draft_model_that_is_reached_by_text_is_right_about_text():
+    """The same oracle with both tokenizers between."""
+    drafter = {"name": "draft_model", "model": "demo", "tokenizers": "text"}
+    stats = specdec.load("demo", drafter=drafter, depth=4).generate("def add(a, b):", max_new_tokens=60).stats
+    assert sum(stats.accepted) >= 0.9 * sum(stats.offered), stats
+    assert stats.tokens / stats.cycles > 2.2, stats
 
 
 # --- what the draft model cannot hold --------------------------------------------------------------------------------
@@ -198,15 +139,6 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, 
         assert not result.stats.faults
         if verifier == "strict" or "temperature" not in more:
             assert result.tokens == plain.generate(PROMPT, **settings, **more).tokens
-
-
-def test_when_no_token_of_the_draft_model_is_allowed_it_has_no_opinion(base, written):
-    lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
-    settings = {"max_new_tokens": 10, "ignore_eos": True, "banned": tuple(range(270))}
-    result = lm.generate(PROMPT, **settings)
-    assert result.tokens == base.generate(PROMPT, **settings).tokens
-    assert not result.stats.inactive_reason
-    assert result.stats.offered == []
 
 
 @given(

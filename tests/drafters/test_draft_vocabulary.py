@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.drafters.draft_vocabulary import DraftVocabulary, tokenizer_hash
-from specdec.drafters.token_counts import always_kept
 from specdec.errors import ConfigError
 from specdec.text import Tokenizer
-from tests import tiny
 from tests.selection import examples
 
 vocabularies = st.integers(1, 60).flatmap(
@@ -88,12 +86,3 @@ def test_another_model_or_tokenizer_is_refused(checkpoint, make_target, tmp_path
     (other / "tokenizer.json").write_text(json.dumps(core))
     with pytest.raises(ConfigError, match="for another tokenizer"):
         made.check(info, Tokenizer.from_folder(other), "v.json")
-
-
-def test_special_tokens_and_bytes_are_always_kept(checkpoint):
-    tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
-    kept = always_kept(tokenizer)
-    for name in (tiny.EOS, tiny.IM_START, tiny.IM_END):
-        assert tokenizer.core.token_to_id(name) in kept
-    assert len(kept) == 256 + 3
-    assert kept == sorted(kept)

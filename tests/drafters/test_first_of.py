@@ -14,7 +14,6 @@ from specdec.contract import EMPTY_DRAFT, Draft, Drafter, DrafterSnapshot, Draft
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import DrafterSubject
 from specdec.testing.scripted_session import ScriptedSession
 
@@ -52,23 +51,6 @@ class Noted(Drafter):
         return {"number": self.config.number}
 
 
-class Bare(Drafter):
-    """Declares no needs, and fails at the first pass that shows it hidden states."""
-
-    def __init__(self, config, env):
-        pass
-
-    def prefill(self, context, output):
-        assert output.hidden is None
-        assert not output.boundaries
-
-    def propose(self, context, depth):
-        return Draft()
-
-    def observe(self, verdict, output, context):
-        self.prefill(context, output)
-
-
 @attrs.frozen(kw_only=True)
 class NotedConfig:
     number: int = 0
@@ -83,19 +65,14 @@ class Plugin:
     def specdec_drafters(self):
         return [
             DrafterSpec(name="noted", factory=Noted, config=NotedConfig, needs=Needs(final_hidden=True)),
-            DrafterSpec(name="bare", factory=Bare),
             DrafterSpec(name="prepared", factory=Noted, config=NotedConfig, prepare=lambda config, env: config.number),
         ]
 
 
 @pytest.fixture(autouse=True)
-def _registry():
-    registry = Registry(BUILT_INS, entry_points=())
-    registry.register(Plugin(), "noting")
-    former = use_registry(registry)
+def _registry(install):
+    install(Plugin())
     made.clear()
-    yield
-    use_registry(former)
 
 
 def subject(*choices):
@@ -107,13 +84,6 @@ def subject(*choices):
         needs=Needs(mtp=True, final_hidden=True),
         prepare=lambda target: prepare(config, PrepareEnv(target=target)),
     )
-
-
-def test_each_drafter_sees_only_what_it_declared():
-    played = ScriptedSession.start(subject(Choice("noted"), Choice("bare")))
-    played.feed([1, 2, 3], chunk=2)
-    played.cycle(2, 1, 0)
-    assert "failed" not in played.drafter.report()["drafters"]["bare"]
 
 
 # --- who drafts ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 HANG_S = 20
@@ -41,37 +40,14 @@ def _start_the_clock(seconds: float = HANG_S) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _through_the_api(path: pathlib.Path) -> None:
-    import specdec
-
-    _start_the_clock()
-    if path.is_dir():
-        with contextlib.suppress(specdec.SpecdecError):
-            specdec.inspect_checkpoint(str(path))
-        _start_the_clock()
-        lm = specdec.load(str(path), dtype="float32", depth=1)
-    else:
-        lm = specdec.load(config=specdec.load_config(path))
-    message = {"messages": [{"role": "user", "content": "the eel\n"}]}
-    for asked in ({"prompt": "the eel\n"}, *[message] * lm.tokenizer.has_chat_template):
-        _start_the_clock()
-        try:
-            lm.generate(**asked, max_new_tokens=3, ignore_eos=True)
-        except specdec.SpecdecError as error:
-            if asked is not message:
-                raise
-            _check_message(f"{type(error).__name__}: {error}")
-
-
-def _through_the_command_line(path: pathlib.Path) -> None:
+def _walk(path: pathlib.Path) -> None:
+    """Look at a checkpoint and generate with it, or generate with a configuration, as a user does."""
     from specdec.cli import main
     from specdec.errors import SpecdecError
 
     tail = [str(path)] if path.is_file() else ["-m", str(path), "-s", "depth.depth=1", "-s", "target.dtype=float32"]
-    commands = [["generate", *tail, "-p", "the eel", "-n", "2", "--raw"]]
-    if path.is_dir():
-        commands.insert(0, ["info", str(path)])
-        commands.append(["generate", *tail, "-p", "the eel", "-n", "2", "--chat"])
+    generate = ["generate", *tail, "-p", "the eel", "-n", "2"]
+    commands = [["info", str(path)], [*generate, "--chat"]] * path.is_dir() + [[*generate, "--raw"]]
     refused = ""
     for command in commands:
         _start_the_clock()
@@ -96,16 +72,15 @@ def _check_message(message: str) -> None:
     assert message.encode("utf-8")
 
 
-def _attempt(path: pathlib.Path, command_line: bool) -> dict[str, Any]:
+def _attempt(path: pathlib.Path) -> dict[str, Any]:
     import specdec.models.loading as loading
     from specdec.errors import SpecdecError
 
     checks: list[int] = []
     real = loading.check_weights
     loading.check_weights = lambda *args, **options: checks.append(1) or real(*args, **options)  # type: ignore[attr-defined,func-returns-value]
-    walk: Callable[[pathlib.Path], None] = _through_the_command_line if command_line else _through_the_api
     try:
-        walk(path)
+        _walk(path)
         outcome = "loaded"
     except SpecdecError as error:
         try:
@@ -130,7 +105,7 @@ def _serve() -> None:
     import specdec.testing  # noqa: F401  # torch and all plugins
 
     first = sys.stdin.readline()
-    _attempt(pathlib.Path(json.loads(first)["path"]), False)  # what is imported once is no part of a case
+    _attempt(pathlib.Path(json.loads(first)["path"]))  # what is imported once is no part of a case
     _start_the_clock(0)
     limit = _sizes()["VmSize"] + ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -140,7 +115,7 @@ def _serve() -> None:
         asked = json.loads(line)
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         before = _sizes()["VmRSS"]
-        report = _attempt(pathlib.Path(asked["path"]), asked["command_line"])
+        report = _attempt(pathlib.Path(asked["path"]))
         _start_the_clock(0)
         report["grown"] = _sizes()["VmHWM"] - before
         print(json.dumps(report), file=reports, flush=True)
@@ -155,11 +130,11 @@ class Loader:
         self._sound = sound
         self._process: subprocess.Popen[str] | None = None
 
-    def attempt(self, path: pathlib.Path, *, command_line: bool) -> dict[str, Any]:
+    def attempt(self, path: pathlib.Path) -> dict[str, Any]:
         """How loading ``path`` ended: "outcome" (loaded, refused: ..., bug: ...) and "grown", bytes of peak memory."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        report = self._ask({"path": str(path), "command_line": command_line})
+        report = self._ask({"path": str(path)})
         if report is None:
             assert self._process is not None
             return {"outcome": f"bug: the process ended with {self._process.wait()}", "grown": 0}

@@ -6,9 +6,7 @@ The oracles are float64 numpy, straight from the equations (``models/mtp_oracle.
 import pytest
 
 from specdec.errors import UnsupportedError
-from specdec.measuring import measure_acceptance
 from specdec.measuring.ablations import SWITCHES, AblatedLM, inapplicable
-from specdec.measuring.prompts import Prompt
 from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel
 from tests import tiny
@@ -69,15 +67,6 @@ def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
     check(run, wrong, 4)
 
 
-def test_without_a_switch_it_has_the_bits_of_the_target(make_target, kernels):
-    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
-    ours, theirs = Run(AblatedLM(target, ())), Run(target)
-    for run in (ours, theirs):
-        run.prefill(prompt_of(12))
-        run.draft(4)
-    assert all((a == b).all() for a, b in zip(ours.target.seen, theirs.target.seen, strict=True))
-
-
 def test_a_state_without_its_prompt_survives_a_snapshot(make_target):
     target = AblatedLM(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
     drafts = []
@@ -113,13 +102,3 @@ def test_what_has_no_such_head_is_refused(make_target):
             with pytest.raises(UnsupportedError, match="cannot be measured") as caught:
                 AblatedLM(other, ("no-rotary",))
             assert f"not of {family}" in caught.value.facts["reason"]
-
-
-# --- measured --------------------------------------------------------------------------------------------------------
-
-
-def measured(lm, depth=3, **settings):
-    texts = ["def add(a, b):\n", "The river flows through the", "import json\n\n\ndef load(path):\n", "In 1901 he"]
-    mine = {"own": [Prompt(kind="own", text=text) for text in texts]}
-    settings = {"max_new_tokens": 24, "ignore_eos": True, **settings}
-    return measure_acceptance(lm, mine, depth=depth, costs=COSTS, ablations=tuple(SWITCHES), **settings)

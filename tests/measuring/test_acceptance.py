@@ -6,20 +6,13 @@ import attrs
 import numpy as np
 import pytest
 
-from specdec.contract import NO_NEEDS, CycleRecord, Draft, Drafter
-from specdec.errors import ConfigError, PromptError, UnsupportedError
+from specdec.contract import Draft, Drafter
+from specdec.errors import PromptError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance
-from specdec.measuring.drafts import log_rows
-from specdec.measuring.runs import Run
 from specdec.records.cost_table import CostTable
 
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = "abcdefgh"
-
-
-def drafted(position, depth, tokens, accepted):
-    """A cycle that drafted these tokens, without times."""
-    return CycleRecord(position, depth, len(tokens), accepted, (), 0.0, 0.0, 0.0, drafted=tuple(tokens))
 
 
 class Scripted(Drafter):
@@ -109,68 +102,12 @@ def test_a_drafter_that_fails_is_told(scripted):
 
 def test_what_cannot_be_measured_is_refused(scripted):
     lm = scripted([(4, 1)])
-    for depth in (0, 16):
-        with pytest.raises(ConfigError, match="the depth is 1 to 15 on this backend"):
-            AcceptanceMeasurement(lm, prompts("a"), depth=depth)
-    with pytest.raises(UnsupportedError, match="the drafter 'tested' uses none"):
-        AcceptanceMeasurement(with_drafter(lm, needs=NO_NEEDS), prompts("a"), ablations=("gate-silu",))
     with pytest.raises(PromptError, match="temperature takes"):
         AcceptanceMeasurement(lm, prompts("a"), temperature=-1.0)
     long = {"a": [Prompt(kind="a", text="word " * 600, source="mine.txt, line 4")]}
     with pytest.raises(PromptError, match="too long") as caught:
         AcceptanceMeasurement(lm, long, costs=COSTS).run()
     assert caught.value.facts["prompt"] == "mine.txt, line 4"
-    lm = with_drafter(lm, name="none")
-    with pytest.raises(UnsupportedError, match="nothing to measure"):
-        AcceptanceMeasurement(lm, prompts("a"))
-
-
-# --- the log ---------------------------------------------------------------------------------------------------------
-
-
-class Letters:
-    """A tokenizer of one letter per id."""
-
-    def decode(self, ids, skip_special=True):
-        assert not skip_special
-        return "".join(chr(97 + token) for token in ids)
-
-
-def lettered():
-    """The prompt "ab", then "cdefg"; drafts "cde", "xx", "fgh" (the last one cut by the end), and one empty one."""
-    ids = {letter: ord(letter) - 97 for letter in "abcdefghx"}
-    spell = lambda text: tuple(ids[letter] for letter in text)  # noqa: E731
-    cycles = (
-        drafted(2, 3, spell("cxe"), 1),  # emits "cd"
-        drafted(4, 3, (), 0),  # emits "e"
-        drafted(5, 3, spell("fxh"), 1),  # emits "fg"
-        drafted(7, 3, spell("ab"), 0),  # cut away by the end
-    )
-    return Run(
-        prompt=Prompt(kind="code", text="ab", source="mine.txt, line 1"),
-        prompt_tokens=spell("ab"),
-        tokens=spell("cdefg"),
-        cycles=cycles,
-    )
-
-
-def test_a_row_of_the_log_has_drafted_beside_actual():
-    rows = list(log_rows(lettered(), Letters()))
-    assert len(rows) == 3  # the cycle without a draft has none
-    assert rows[0] == {
-        "class": "code",
-        "prompt": "mine.txt, line 1",
-        "position": 0,
-        "context": "ab",
-        "drafted": [2, 23, 4],
-        "drafted_text": ["c", "x", "e"],
-        "actual": [2, 3, 4],
-        "actual_text": ["c", "d", "e"],
-        "accepted": 1,
-        "mismatch": 1,
-    }
-    assert (rows[1]["position"], rows[1]["context"], rows[1]["actual_text"]) == (3, "abcde", ["f", "g"])
-    assert (rows[2]["actual"], rows[2]["mismatch"]) == ([], 0)
 
 
 def test_an_interrupted_prompt_is_not_counted(scripted):

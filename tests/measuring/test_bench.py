@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from specdec.config import Choice
-from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
+from specdec.contract import Context, CycleRecord, Draft, Guarantee, Sampling, Verdict, Verifier
 from specdec.measuring import bench as bench_module
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement, compare
@@ -13,6 +13,7 @@ from specdec.measuring.runs import generate
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
 from specdec.registry.parts import DepthPart
+from specdec.testing.table_model import TableLogits
 from specdec.verifiers.strict import StrictVerifier
 from tests.measuring.test_acceptance import prompts
 
@@ -129,35 +130,16 @@ def test_prediction_and_terms_by_hand():
 # --- imposed acceptance ----------------------------------------------------------------------------------------------
 
 
-class Row(Logits):
-    """K+1 rows whose best token is the row's number plus 100."""
-
-    def __init__(self, rows):
-        self._rows = rows
-
-    def __len__(self):
-        return self._rows
-
-    def argmax(self):
-        return [100 + row for row in range(self._rows)]
-
-    def topk(self, k):
-        raise AssertionError
-
-    def gather(self, tokens):
-        raise AssertionError
-
-    def rows(self):
-        raise AssertionError
-
-
 def imposed(profile, depth, cycles):
     verifier = SyntheticVerifier(StrictVerifier(), profile)
-    context = Context([1, 2, 3], Sampling(seed=5))
+    context, logits = (
+        Context([1, 2, 3], Sampling(seed=5)),
+        TableLogits(np.eye(110, dtype=np.float32)[100 : 101 + depth]),
+    )
     verdicts = []
     for number in range(cycles):
         context.cycle = number
-        verdicts.append(verifier.verify(Draft(tuple(range(depth))), Row(depth + 1), context))
+        verdicts.append(verifier.verify(Draft(tuple(range(depth))), logits, context))
     return verdicts
 
 

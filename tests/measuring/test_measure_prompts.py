@@ -55,22 +55,6 @@ def test_a_broken_line_is_named(tmp_path, line, message):
     assert caught.value.facts["line"] == "3"
 
 
-def test_files_without_prompts_are_refused(tmp_path):
-    for name, content, message in (
-        ("missing.txt", None, "cannot be read: No such file"),
-        ("empty.jsonl", b"", "has no prompt"),
-        ("blank.txt", b" \n\r\n", "has no prompt"),
-        ("latin.txt", b"one\nna\xefve\n", "not UTF-8: byte 0xef"),
-    ):
-        file = tmp_path / name
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(PromptError, match=message) as caught:
-            load_prompts(file)
-        assert caught.value.facts["file"] == str(file)
-    assert caught.value.facts["line"] == "2"
-
-
 def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint):
     tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
     with pytest.raises(PromptError, match="lone surrogate") as caught:

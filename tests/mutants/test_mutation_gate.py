@@ -85,7 +85,7 @@ def acceptance_is_the_overlap():
 
 
 def sampler_has_the_joint_law():
-    sampled.check_joint_law(RejectionVerifier(RejectionConfig()), sampled.SCENARIOS["sampled"], draws=3_000)
+    sampled.check_joint_law(RejectionVerifier(RejectionConfig()), draws=3_000)
 
 
 def path_is_independent():

@@ -9,7 +9,7 @@ import pytest
 from specdec.contract import CycleRecord, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
 from specdec.policies.adaptive import GRANT, SHARE, AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
-from specdec.testing import DepthPolicySubject, TableModel, parametrize_checks
+from specdec.testing import TableModel
 from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
 from tests.selection import cases
 
@@ -48,16 +48,6 @@ def test_a_table_from_a_busy_moment_is_forgotten_within_fifty_cycles(name, row):
 
     poisoned = judged(lambda depth: 30.0 if row is None or depth == row else 1.0)
     assert poisoned > 0.93 * judged(lambda depth: 1.0)
-
-
-@pytest.mark.parametrize("table", ["none", "right"])
-def test_a_useless_head_costs_under_two_per_cent_of_200_tokens(table):
-    """Random heads must not slow anybody down; the first cycles and the probes are the whole price."""
-    process = Process(acceptance=lambda n: [0.0], cost=line(0.15))
-    for seed in range(10):
-        played = play(adaptive(TABLES[table](process)), process, 200, seed)
-        assert rate(played[10:]) > 0.98
-        assert rate(played) > 0.96
 
 
 BOUNDS = {  # tokens -> the share of their time that drafts of a useless head may take
@@ -166,12 +156,6 @@ def test_trials_while_off_take_less_than_one_per_cent(cost):
     assert 0.99 <= rate(played) < 1.0
 
 
-@pytest.mark.parametrize("opinion", [0.0, 0.05])
-def test_a_drafter_without_an_opinion_costs_what_its_look_ups_cost(opinion):
-    process = Process(acceptance=lambda n: [0.0], cost=line(0.5), opinion=opinion)
-    assert rate(play(adaptive(process.table()), process, 1000)[100:]) > 0.97
-
-
 def test_off_says_why_and_on_does_not():
     policy = adaptive(PROCESSES["hopeless"].table())
     play(policy, PROCESSES["hopeless"], 60)
@@ -228,27 +212,6 @@ def test_what_was_learnt_gives_way_to_another_text():
     assert sum(depth > 0 for depth in asked) < 25
 
 
-def test_generations_side_by_side_do_not_disturb_each_other():
-    """A policy reads what others learnt when it is made, and never again (clause P6)."""
-    process, config = PROCESSES["middling"], AdaptiveConfig()
-    alone = play(AdaptivePolicy(config, Learnt(process.table())), process, 100)
-    learnt = Learnt(process.table())
-    policy, other = AdaptivePolicy(config, learnt), AdaptivePolicy(config, learnt)
-    for number, cycle in enumerate(alone):
-        assert policy.next_depth(Stats()) == cycle.asked
-        policy.record(cycle.record)
-        play(other, PROCESSES["hopeless"], 1, begin=number)
-
-
-# --- the contract -----------------------------------------------------------------------------------------------------
-
-
-@parametrize_checks(depth_policy=DepthPolicySubject(make=lambda: AdaptivePolicy(AdaptiveConfig())))
-@pytest.mark.slow
-def test_the_clauses_without_a_table(check):
-    check()
-
-
 def test_where_costs_cannot_be_measured_it_says_so_and_starts_with_trials():
     def costs():
         raise UnsupportedError("passes of 1 row")
@@ -260,11 +223,3 @@ def test_where_costs_cannot_be_measured_it_says_so_and_starts_with_trials():
     assert env.notices == ["the depth policy 'adaptive' starts without measured costs: passes of 1 row"]
     asked = [cycle.asked for cycle in play(policy, PROCESSES["middling"], 8)]
     assert asked == [0, 1, 1, 3, 3, 8, 8, 0]
-
-
-def test_a_clock_that_stands_still_is_no_division_by_zero():
-    policy = adaptive(None)
-    for depth in (0, 0, 3, 3, 2, 0, 0, 0, 0, 1):
-        cycle = CycleRecord(5, depth, depth, 0, (0,), 0.0, 0.0, 0.0)
-        policy.record(cycle)
-        assert 0 <= policy.next_depth(Stats()) <= 6

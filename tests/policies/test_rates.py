@@ -101,13 +101,3 @@ def test_an_accepted_first_draft_is_news_while_speculation_is_off():
     assert not trials.is_news(accepted, 2)
     trials.observe(accepted, 0, 1.0)
     assert not trials.is_news(accepted, 0)  # the second cycle is for its time
-
-
-@pytest.mark.parametrize(
-    ("deepest", "depths"), [(6, [0, 1, 1, 3, 3, 6, 6, 0]), (2, [0, 1, 1, 2, 2, 0]), (1, [0, 1, 1, 0])]
-)
-def test_without_passes_it_opens_with_a_few_depths(deepest, depths):
-    trials = Trials(64, 1024, deepest)
-    trials.open()
-    assert run(trials, 0, len(depths)) == depths
-    assert not trials.opening

@@ -9,7 +9,7 @@ import pytest
 from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, VerifierSpec
 from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, Registry, notify_cycle, use_registry
+from specdec.registry import Kind, Registry, notify_cycle
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -176,7 +176,7 @@ def test_registering_by_hand_fails_at_once_and_leaves_nothing():
         registry.register(object())
 
 
-def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
+def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on(monkeypatch):
     seen = []
 
     class Good:
@@ -193,15 +193,12 @@ def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
             raise OSError("disk full")
 
     registry = Registry((Good(), Bad()), entry_points=())
-    former = use_registry(registry)
-    try:
-        notify_cycle(RECORD)  # nothing is loaded before somebody asks for a plugin
-        assert (seen, Bad.calls) == ([], 0)
-        registry.load()
-        for _ in range(3):
-            notify_cycle(RECORD)
-    finally:
-        use_registry(former)
+    monkeypatch.setattr("specdec.registry.lookup._current", registry)
+    notify_cycle(RECORD)  # nothing is loaded before somebody asks for a plugin
+    assert (seen, Bad.calls) == ([], 0)
+    registry.load()
+    for _ in range(3):
+        notify_cycle(RECORD)
     assert seen == [RECORD] * 3
     assert Bad.calls == 1
     assert [failure.reason for failure in registry.failures] == ["OSError: disk full"]
@@ -233,14 +230,11 @@ def test_strict_comes_from_the_environment(ship, monkeypatch):
             registry.drafter("none")
 
 
-def test_a_plugin_that_asks_for_the_registry_while_it_loads_is_told_so(ship):
+def test_a_plugin_that_asks_for_the_registry_while_it_loads_is_told_so(ship, monkeypatch):
     ship("specdec-loop", "import specdec.registry as p\np.registry().drafter('none')", name="loop")
     registry = Registry(LIGHT)
-    former = use_registry(registry)
-    try:
-        assert registry.drafter("none").name == "none"
-    finally:
-        use_registry(former)
+    monkeypatch.setattr("specdec.registry.lookup._current", registry)
+    assert registry.drafter("none").name == "none"
     assert "while it was being imported" in registry.failures[0].reason
 
 

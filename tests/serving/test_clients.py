@@ -9,6 +9,8 @@ import json
 import pytest
 from serving import ASK, events, streamed_text
 
+from tests.processes import run_specdec
+
 openai = pytest.importorskip("openai")
 QUESTION = ASK["messages"]
 SETTINGS = [
@@ -189,43 +191,6 @@ def test_a_tool_is_called_and_its_result_answered(client, create, choice):
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 8  # the call was part of the prompt
 
 
-def test_an_agent_calls_its_tools_and_reads_their_results(server):
-    """The model is too small to choose well: the grammar makes every step a call that the agent can run."""
-    smolagents = pytest.importorskip("smolagents")
-    pytest.importorskip("llguidance")
-    results = []
-
-    def add(a: int, b: int) -> int:  # smolagents reads the types
-        """Add two numbers.
-
-        Args:
-            a: one number
-            b: another number
-        """
-        results.append(a + b)
-        return results[-1]
-
-    def multiply(a: int, b: int) -> int:
-        """Multiply two numbers.
-
-        Args:
-            a: one number
-            b: another number
-        """
-        results.append(a * b)
-        return results[-1]
-
-    model = smolagents.OpenAIModel("demo", api_base=server.url, api_key="none", max_tokens=64, temperature=1.0, seed=2)
-    tools = [smolagents.tool(add), smolagents.tool(multiply)]
-    agent = smolagents.ToolCallingAgent(tools, model, max_steps=3, verbosity_level=0)
-    assert agent.run("What is 3 times 4?")
-    *steps, last = [step for step in agent.memory.steps if isinstance(step, smolagents.ActionStep)]
-    assert [step.error for step in steps] == [None] * len(steps)
-    assert [step.observations for step in steps] == [*map(str, results)]
-    assert results
-    assert last.is_final_answer or "Reached max steps" in str(last.error)
-
-
 def test_tokenize_and_detokenize(server, lm):
     assert server.post("/tokenize", {"prompt": "def add("})[2]["tokens"] == lm.tokenizer.encode("def add(")
     told = server.post("/tokenize", {"messages": QUESTION})[2]
@@ -285,3 +250,11 @@ def test_completions_take_text_and_token_ids(client, lm):
         ]
     with pytest.raises(openai.BadRequestError, match="one prompt for each request, got 2"):
         client.completions.create(model="demo", prompt=["a", "b"])
+
+
+@pytest.mark.slow
+def test_the_server_agrees_with_itself_under_audit(server):
+    servers = ("--server", server.url, "--server", server.url)
+    told = json.loads(run_specdec("audit", *servers, "--ignore-eos", "--json", "-n", "12", "-p", "def add(").stdout)
+    assert (told["requests"], told["tokens"]) == (1, 12)
+    assert (told["differ"]["count"], told["control"]["count"], told["logprobs_apart"]) == (0, 0, 0.0)

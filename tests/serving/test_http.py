@@ -21,9 +21,6 @@ LONG = {"prompt": "def f(", "max_tokens": 4096, "ignore_eos": True, "stream": Tr
 
 # --- malformed requests; ``tests/fuzz/test_requests.py`` draws more --------------------------------------------------
 
-TOOL = {"type": "function", "function": {"name": "f"}}
-
-
 CHAIN = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}}}
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
 

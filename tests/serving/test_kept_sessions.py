@@ -25,15 +25,6 @@ def run(kept, prompt):
     return result
 
 
-def test_a_session_is_used_again_and_gives_the_same_tokens(lm):
-    kept = Sessions(lm, 2**30)
-    first = run(kept, PROMPTS[0])
-    again = run(kept, [*PROMPTS[0], *first.tokens, 40, 41])
-    assert again.stats.prefilled < len(PROMPTS[0]) + len(first.tokens)
-    assert again.tokens == lm.generate([*PROMPTS[0], *first.tokens, 40, 41], max_new_tokens=4).tokens
-    assert len(kept) == 1
-
-
 def test_the_oldest_go_when_there_are_too_many(lm, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
     by_number = Sessions(lm, 2**40)

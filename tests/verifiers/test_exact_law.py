@@ -76,22 +76,12 @@ def check_block_accepts_more(*, seeds=range(12)):
     assert gained > 5
 
 
-def test_token_rule_emits_the_target_exactly():
-    check_sampled(chain)
-
-
-def test_block_rule_emits_the_target_exactly():
-    check_sampled(block)
-
-
+@pytest.mark.parametrize(
+    "draws", [{}, {"pruned": True, "seeds": range(5)}, {"sizes": [(4, 3)], "seeds": range(1)}], ids=repr
+)
 @pytest.mark.parametrize("rule", [chain, block])
-def test_a_pruned_draft_vocabulary_changes_nothing(rule):
-    check_sampled(rule, pruned=True, seeds=range(5))
-
-
-def test_three_tokens_over_a_vocabulary_of_four_in_one_block():
-    for rule in (chain, block):
-        check_sampled(rule, sizes=[(4, 3)], seeds=range(1))
+def test_the_rules_emit_the_target_exactly(rule, draws):
+    check_sampled(rule, **draws)
 
 
 def test_point_masses_emit_the_target_exactly():

@@ -14,21 +14,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from specdec.backends.arrays import ArrayHidden
 from specdec.contract import (
     Context,
     DrafterEnv,
     DraftNoise,
     ForwardOutput,
-    Hidden,
-    ModelInfo,
-    Parity,
     PrepareEnv,
     Sampling,
     SharedWeights,
     Verdict,
 )
 from specdec.drafters.heads.plugin import specdec_drafters
-from tests.drafters.composed import BareTarget
+from specdec.testing import TableModel
 
 RECORDED = Path(__file__).parent / "recorded"
 NAMES = tuple(sorted(folder.name for folder in RECORDED.iterdir()))
@@ -36,27 +34,17 @@ ENDS = (6, 9, 10, 13)
 LAYERS = 8
 
 
-class Rows(Hidden):
+class Rows(ArrayHidden):
     """Hidden states on the host."""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __getitem__(self, rows: slice) -> Rows:
-        return Rows(self.array[rows])
-
-    def join(self, others: Sequence[Hidden]) -> Rows:
-        return Rows(np.concatenate([self.array, *(other.rows() for other in others)]))
+    concatenate = staticmethod(np.concatenate)
 
     def rows(self) -> Any:
         return self.array
 
 
-class RecordedTarget(BareTarget):
-    """Gives the recorded states of position i for whatever token comes there; it has no logits.
+class RecordedTarget(TableModel):
+    """Gives the recorded states of position i for whatever token comes there; its logits say nothing.
 
     Where the head asks for another boundary it gets states of another position, and the last of the recorded ones is
     the state after the final norm.
@@ -65,25 +53,11 @@ class RecordedTarget(BareTarget):
     def __init__(
         self, expected: dict[str, torch.Tensor], boundaries: Sequence[int], *, vocab: int, hidden: int, ops: Any = None
     ) -> None:
-        self.info = ModelInfo(
-            family="recorded",
-            vocab_size=vocab,
-            hidden_size=hidden,
-            max_positions=64,
-            mtp_layers=0,
-            layers=LAYERS,
-            max_rows=16,
-            parity=Parity.BITWISE,
-            dtype="float32",
-        )
+        super().__init__(np.full((vocab, vocab), 1 / vocab), layers=LAYERS, max_positions=64)
+        self.info = attrs.evolve(self.info, hidden_size=hidden)
         parts = expected["states"].numpy().reshape(len(expected["states"]), -1, hidden)
         self._states = dict(zip(boundaries, parts.transpose(1, 0, 2), strict=True))
         self._shared, self._ops = expected, ops
-
-    def prefill(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
-        output = self.rows(state.length, len(tokens))
-        state.tokens += tokens
-        return output
 
     def rows(self, at: int, count: int) -> ForwardOutput:
         """The states of ``count`` positions."""

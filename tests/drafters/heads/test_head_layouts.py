@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from operator import attrgetter
 
 import attrs
 import pytest
@@ -187,34 +188,18 @@ REFUSED = {
     "bias without its key": ("eagle3-bias", layer(attention_bias=False), "attention_bias"),
     "map out of range": ("eagle3-reduced", tensor("d2t", OFFSETS + 100), "d2t maps the draft token 0 to 100, outside"),
     "map of two to one": ("eagle3-reduced", tensor("d2t", OFFSETS - torch.arange(24) + 1), "two draft tokens to one"),
-    "map of ids, which the flags of the same file contradict": (
-        "eagle3-reduced",
-        tensor("d2t", OFFSETS),
-        "d2t and t2d name different tokens",
-    ),
-    "a layer under both of its names": (
-        "eagle3",
-        tensor("midlayer.input_layernorm.weight", torch.zeros(16)),
-        "mean the same weight",
-    ),
+    "map that the flags contradict": ("eagle3-reduced", tensor("d2t", OFFSETS), "d2t and t2d name different tokens"),
+    "two names of a layer": ("eagle3", tensor("midlayer.input_layernorm.weight", torch.zeros(16)), "same weight"),
     "a tower": ("eagle3", tensor("visual.proj.weight", torch.zeros(2)), "visual.proj.weight .* not used"),
     "a mask outside the vocabulary": ("dflash", change(mask_token_id=40), r"mask token 40 is outside .* \(0 to 39\)"),
-    "more states than layers": (
+    "more states than ids": (
         "eagle3",
         change(eagle_aux_hidden_state_layer_ids=[1, 2]),
-        "3 states of this target's hidden size 16, or 2, which config.json names, of 24",
+        "or 2, which config.json names",
     ),
-    "no table of the layers": (
-        "eagle3",
-        change(transformer_layer_config=None),
-        "config.json lacks 'transformer_layer_config'",
-    ),
+    "no table of the layers": ("eagle3", change(transformer_layer_config=None), "lacks 'transformer_layer_config'"),
     "no map": ("eagle3-reduced", tensor("d2t", None), "d2t is missing"),
-    "large vocabulary": (
-        "eagle3-reduced",
-        tensor("lm_head.weight", torch.zeros(64, 16)),
-        "rows of lm_head.weight are 64",
-    ),
+    "large vocabulary": ("eagle3-reduced", tensor("lm_head.weight", torch.zeros(64, 16)), "rows of lm_head.weight"),
     "larger than the target's": (
         "eagle3-reduced",
         both(tensor("lm_head.weight", torch.zeros(64, 16)), change(draft_vocab_size=64)),
@@ -234,21 +219,13 @@ REFUSED = {
         both(encoder, change(model_type="muse_glimmer_assistant", layer_types=None)),
         "transformers takes every layer as sliding",
     ),
-    "sliding layers that are switched off": (
-        "eagle3-window",
-        layer(use_sliding_window=False),
-        "has sliding layers, and 'use_sliding_window' is false",
-    ),
+    "sliding switched off": ("eagle3-window", layer(use_sliding_window=False), "'use_sliding_window' is false"),
     "fc of one axis": ("eagle3", reshaped("fc.weight"), r"fc.weight has the shape \[20\], and takes 2 axes"),
     "a mask of another width": ("p_eagle", reshaped("mask_hidden"), "mask_hidden"),
     "a block of the anchor alone": ("dflash", change(block_size=1), "'block_size' takes a whole number from 2, got 1"),
     "two sizes of a block": ("dflash", within(block_size=4), "'block_size' is given twice, as 8 and 4"),
     "an architecture that is no name": ("eagle3", change(architectures=[{}], shift_states=1), "shift_states"),
-    "a type that is no name": (
-        "eagle3",
-        change(speculators_model_type={}),
-        "speculators_model_type' = {} is not supported",
-    ),
+    "a type that is no name": ("eagle3", change(speculators_model_type={}), "speculators_model_type' = {} is not"),
     "a reduced vocabulary that is tied": (
         "eagle3-reduced",
         both(tensor("lm_head.weight", None), change(tie_word_embeddings=True)),
@@ -259,20 +236,12 @@ REFUSED = {
         change(speculators_config={"proposal_methods": [{"speculative_tokens": "8"}]}),
         "speculative_tokens' takes a whole number from 1, got '8'",
     ),
-    "a bias of the output without its key": (
-        "eagle3",
-        tensor("layers.0.self_attn.o_proj.bias", torch.ones(16)),
-        "attention_bias' is False, and the tensor layers.0.self_attn.o_proj.bias is there",
-    ),
+    "output bias": ("eagle3", tensor("layers.0.self_attn.o_proj.bias", torch.ones(16)), "attention_bias' is False"),
     "no mask": ("p_eagle", tensor("mask_hidden", None), "mask_hidden is missing"),
     "no mask token": ("p_eagle", change(mask_token_id=None), "lacks a token for masked rows"),
     "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden belongs .* 'p_eagle'"),
     "unknown speculators type": ("eagle3", change(speculators_model_type="eagle9"), "eagle9"),
-    "DFlash2": (
-        "eagle3",
-        tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)),
-        "DFlash2 heads are not supported",
-    ),
+    "DFlash2": ("eagle3", tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)), "DFlash2 heads are not"),
     "LiLiCorr": ("eagle3", change(architectures=["lilicorr"]), "LiLiCorr"),
     "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "Latent-attention"),
     "Medusa": ("eagle3", change(medusa_num_heads=4), "Medusa"),
@@ -289,11 +258,7 @@ REFUSED = {
     "a block without layers": ("dflash", change(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
     "a scale of values": ("dflash", both(zlab, change(attention_value_scale=2.0)), "attention_value_scale"),
     "a sink": ("dflash", tensor("layers.0.self_attn.attention_sink_bias", torch.zeros(4)), "attention_sink_bias"),
-    "a block without its key norm": (
-        "dflash",
-        tensor("layers.1.self_attn.k_norm.weight", None),
-        "k_norm.weight .* missing",
-    ),
+    "a block lacks its key norm": ("dflash", tensor("layers.1.self_attn.k_norm.weight", None), "k_norm.weight .* miss"),
     "another target's layers": ("dflash", both(zlab, change(num_target_layers=9)), "number of layers is 9, .* is 8"),
     "another rank": ("dspark", change(markov_rank=5), "markov_rank' is 5"),
     "another kind of Markov head": ("dspark-gated", change(markov_head_type="rnn"), "markov_head_type"),
@@ -363,111 +328,84 @@ def test_the_kind_and_the_name_of_the_drafter_must_agree():
         spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
 
 
+def updated(**keys):
+    return lambda config, tensors: config.update(keys)
+
+
+def states(found):
+    return found.states.of(12)
+
+
+def rotated(found):
+    return len(found.geometry.attention.rope.inv_freq)
+
+
+def without_ids(config, tensors):
+    del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+
+
+def mask_of_nvidia(config, tensors):
+    del config["mask_token_id"]
+    flat(config, tensors)
+    config["ptd_token_id"] = 7
+
+
+residual, norm_output = attrgetter("norm_before_residual"), attrgetter("norm_output")
+bidirectional, own_head = attrgetter("bidirectional"), attrgetter("own_head")
+unsaid = partial(change, without="norm_before_residual")
+tied = change(tie_word_embeddings=True)
 SWITCHES = {
-    "speculators' residual": (
-        "eagle3-residual",
-        change(without="norm_before_residual"),
-        lambda f: f.norm_before_residual,
-        False,
-    ),
-    "a residual of NVIDIA's": ("eagle3-residual", flat, lambda f: f.norm_before_residual, True),
-    "a nested residual": (
-        "eagle3-residual",
-        change(without="norm_before_residual", of=nvidia(norm_before_residual=True)),
-        lambda f: f.norm_before_residual,
-        True,
-    ),
-    "SpecForge's residual": (
-        "eagle3-residual",
-        change(without="norm_before_residual", of=flat),
-        lambda f: f.norm_before_residual,
-        False,
-    ),
-    "speculators' fed-back norm": ("eagle3-output", change(), lambda f: f.norm_output, True),
-    "SpecForge feeds back the state": ("eagle3-output", flat, lambda f: f.norm_output, False),
-    "ids by default": (
-        "eagle3",
-        change(without="eagle_aux_hidden_state_layer_ids"),
-        lambda f: f.states.of(12),
-        ((2, 6, 9), False),
-    ),
-    "NVIDIA's ids by default": (
-        "eagle3",
-        both(flat, lambda config, tensors: config["eagle_config"].pop("eagle_aux_hidden_state_layer_ids")),
-        lambda f: f.states.of(12),
-        ((2, 6, 9), False),
-    ),
-    "ids at the top are boundaries": ("eagle3", original, lambda f: f.states.of(12), ((1, 2, 4), False)),
+    "speculators' residual": ("eagle3-residual", unsaid(), residual, False),
+    "a residual of NVIDIA's": ("eagle3-residual", flat, residual, True),
+    "a nested residual": ("eagle3-residual", unsaid(of=nvidia(norm_before_residual=True)), residual, True),
+    "SpecForge's residual": ("eagle3-residual", unsaid(of=flat), residual, False),
+    "speculators' fed-back norm": ("eagle3-output", change(), norm_output, True),
+    "SpecForge feeds back the state": ("eagle3-output", flat, norm_output, False),
+    "ids by default": ("eagle3", change(without="eagle_aux_hidden_state_layer_ids"), states, ((2, 6, 9), False)),
+    "NVIDIA's ids by default": ("eagle3", both(flat, without_ids), states, ((2, 6, 9), False)),
+    "ids at the top are boundaries": ("eagle3", original, states, ((1, 2, 4), False)),
     "plain ids in eagle_config are boundaries": (
         "eagle3",
-        both(flat, lambda config, tensors: config.update(eagle_config={"layer_ids": [1, 2, 4]})),
-        lambda f: f.states.of(12),
+        both(flat, updated(eagle_config={"layer_ids": [1, 2, 4]})),
+        states,
         ((1, 2, 4), False),
     ),
-    "P-EAGLE under NVIDIA's name": (
-        "p_eagle",
-        both(
-            lambda config, tensors: config.update(ptd_token_id=config.pop("mask_token_id")),
-            lambda config, tensors: flat(config, tensors) or config.update(ptd_token_id=7),
-        ),
-        lambda f: (f.kind, f.mask_token),
-        ("p_eagle", 7),
-    ),
-    "a causal block": ("dflash", both(zlab, change(causal=True)), lambda f: f.bidirectional, (False, False)),
-    "a causal block, SGLang's key": (
-        "dflash",
-        lambda config, tensors: zlab(config, tensors) or config["dflash_config"].update(is_causal=True),
-        lambda f: f.bidirectional,
-        (False, False),
-    ),
-    "a block that sees both ways": ("dflash", change(causal=False), lambda f: f.bidirectional, (True, True)),
-    "speculators' sliding layers": ("dflash-window", change(), lambda f: f.bidirectional, (False, True)),
+    "P-EAGLE under NVIDIA's name": ("p_eagle", mask_of_nvidia, attrgetter("kind", "mask_token"), ("p_eagle", 7)),
+    "a causal block": ("dflash", both(zlab, change(causal=True)), bidirectional, (False, False)),
+    "a causal block, SGLang's key": ("dflash", within(is_causal=True), bidirectional, (False, False)),
+    "a block that sees both ways": ("dflash", change(causal=False), bidirectional, (True, True)),
+    "speculators' sliding layers": ("dflash-window", change(), bidirectional, (False, True)),
     "speculators' sliding layers by default": (
         "dflash-window-both",
         change(without="sliding_window_non_causal"),
-        lambda f: f.bidirectional,
+        bidirectional,
         (False, True),
     ),
-    "z-lab's sliding layers": ("dflash-window", zlab, lambda f: f.bidirectional, (True, True)),
-    "z-lab's windows": ("dflash-window", zlab, lambda f: f.window_from_anchor, False),
-    "DFlash drafts masked rows": ("dflash", change(without="sample_from_anchor"), lambda f: f.from_anchor, False),
+    "z-lab's sliding layers": ("dflash-window", zlab, bidirectional, (True, True)),
+    "z-lab's windows": ("dflash-window", zlab, attrgetter("window_from_anchor"), False),
+    "DFlash drafts masked rows": ("dflash", change(without="sample_from_anchor"), attrgetter("from_anchor"), False),
     "DSpark drafts from the anchor": (
         "dspark-mask-rows",
         change(without="sample_from_anchor"),
-        lambda f: f.from_anchor,
+        attrgetter("from_anchor"),
         True,
     ),
     "DFlash without its ids' count": (
         "dflash",
-        both(zlab, lambda config, tensors: config.update(output_multiplier=2.0)),
+        both(zlab, updated(output_multiplier=2.0)),
         lambda f: dict(f.rules)["not used"],
         "output_multiplier, which act in DFlash2 only",
     ),
     "speculators' default rotation is of the whole head": (
         "eagle3",
         layer(partial_rotary_factor=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-        lambda f: len(f.geometry.attention.rope.inv_freq),
+        rotated,
         4,
     ),
-    "a partial rotation of NVIDIA's": (
-        "eagle3",
-        both(flat, change(partial_rotary_factor=0.5)),
-        lambda f: len(f.geometry.attention.rope.inv_freq),
-        2,
-    ),
-    "a tied head": (
-        "eagle3",
-        both(tensor("lm_head.weight", None), change(tie_word_embeddings=True)),
-        lambda f: f.own_head,
-        True,
-    ),
-    "the target's head": ("eagle3", tensor("lm_head.weight", None), lambda f: f.own_head, False),
-    "the target's head, whatever is tied": (
-        "dflash",
-        change(tie_word_embeddings=True),
-        lambda f: (f.own_embedding, f.own_head),
-        (False, False),
-    ),
+    "a partial rotation of NVIDIA's": ("eagle3", both(flat, change(partial_rotary_factor=0.5)), rotated, 2),
+    "a tied head": ("eagle3", both(tensor("lm_head.weight", None), tied), own_head, True),
+    "the target's head": ("eagle3", tensor("lm_head.weight", None), own_head, False),
+    "the target's, whatever is tied": ("dflash", tied, attrgetter("own_embedding", "own_head"), (False, False)),
 }
 
 

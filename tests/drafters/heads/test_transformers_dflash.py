@@ -30,7 +30,6 @@ SMALL = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 VARIANTS = {
-    "plain": {},
     "three layers": {"num_hidden_layers": 3, "num_key_value_heads": 1},
     "another base and eps": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-2},
     "long": {"rope_parameters": YARN},
@@ -38,13 +37,6 @@ VARIANTS = {
     "embeddings": {"target_layer_ids": [-1, 4]},
     "scaled embedding": {},
 }
-
-
-class Scaled(torch.nn.Embedding):
-    """A target's embedding that multiplies by 4."""
-
-    def forward(self, tokens):
-        return 4 * super().forward(tokens)
 
 
 @torch.no_grad()
@@ -64,7 +56,7 @@ def generated(variant, folder):
     boundaries = [k + 1 for k in given["target_layer_ids"]]
     tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=draw)
     states = {k: (k + 1) * torch.randn(LENGTH, HIDDEN, generator=draw) for k in boundaries}
-    embed = (Scaled if variant == "scaled embedding" else torch.nn.Embedding)(VOCAB, HIDDEN)
+    embed = torch.nn.Embedding(VOCAB, HIDDEN)
     head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
     for weight in (embed.weight, head.weight):
         weight.copy_(2 * torch.randn(weight.shape, generator=draw) / HIDDEN**0.5)
@@ -91,23 +83,18 @@ def generated(variant, folder):
         "states": torch.cat(list(states.values()), dim=1),
         "drafts": torch.stack(drafts),
         "logits": torch.stack(logits),
-        "target.embed_tokens": embed.weight.detach(),
+        "target.embed_tokens": embed.weight.detach() / (4 if variant == "scaled embedding" else 1),
         "target.lm_head": head.weight.detach(),
     }
     return expected, [min(k, LAYERS - 1) for k in boundaries]  # the last layer's state comes after the final norm
-
-
-def scale_embedding(monkeypatch, scale):
-    """Let the target scale what it embeds."""
-    shared = RecordedTarget.shared_weights
-    monkeypatch.setattr(RecordedTarget, "shared_weights", lambda self: attrs.evolve(shared(self), embed_scale=scale))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_are_those_of_transformers(variant, tmp_path, monkeypatch):
     expected, boundaries = generated(variant, tmp_path / "head")
     if variant == "scaled embedding":
-        scale_embedding(monkeypatch, 4.0)
+        shared = RecordedTarget.shared_weights
+        monkeypatch.setattr(RecordedTarget, "shared_weights", lambda self: attrs.evolve(shared(self), embed_scale=4.0))
     for chunk, depths in ((64, (7, 1, 2, 7)), (1, (3, 7, 5, 4)), (5, (6, 7, 7, 1))):
         recorded = Recorded.of(tmp_path / "head", expected, boundaries)
         assert run(recorded, monkeypatch, chunk, depths) < BOUND

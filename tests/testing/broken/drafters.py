@@ -45,12 +45,6 @@ class Honest(Drafter):
         return Draft(tuple(tokens), np.stack(rows) if independent and tokens else None)
 
 
-class ListOfTokens(Honest):
-    def propose(self, context, depth):
-        draft = super().propose(context, depth)
-        return Draft(list(draft.tokens), draft.probs)
-
-
 class TooLong(Honest):
     def propose(self, context, depth):
         return super().propose(context, depth + 1 if depth else 0)
@@ -224,7 +218,7 @@ class NeverAgain(Honest):
 
 
 BROKEN = {
-    ListOfTokens: "D1",
+    TooLong: "D1",
     WritesToTheContext: "D2",
     NeedsTwoTokens: "D3",
     IgnoresDepthZero: "D4",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from specdec.contract import DepthPolicy
 
 
@@ -45,13 +43,6 @@ class ForgetsInTheStats(DepthPolicy):
         return 2
 
 
-class GrowsToSixteen(GrowsForEver):
-    """Right until drafts of 16 tokens were accepted whole."""
-
-    def next_depth(self, stats):
-        return self.depth if self.depth <= 16 else -1
-
-
 class SharesCounters(DepthPolicy):
     cycles = 0
 
@@ -77,14 +68,8 @@ class Explains(DepthPolicy):
         return 2
 
 
-class Random(DepthPolicy):
-    def next_depth(self, stats):
-        return random.randrange(3) + 1
-
-
 BROKEN = {
     Truth: "P1",
-    GrowsToSixteen: "P1",
     DividesByCycles: "P2",
     DividesByOffered: "P3",
     GrowsForEver: "P4",
