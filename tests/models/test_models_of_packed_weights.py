@@ -11,7 +11,7 @@ from specdec.errors import ConfigError
 from specdec.models.loading import _own_options, load_target
 from specdec.registry import registry
 from tests import tiny
-from tests.backends.families import check_accept_counts, check_drafter
+from tests.backends.families import check_drafter
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
@@ -36,7 +36,6 @@ def check_speculation(folder, target):
     prompt = [3, 1, 4, 1, 5]
     for number, drafter in enumerate((partly_right, adversarial, mtp)):
         check_drafter(folder, target, prompt, drafter, [3 + number, 1, 6], count=12)
-    check_accept_counts(target, prompt, 5, lambda state: None)
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))

@@ -19,7 +19,8 @@ from specdec.errors import ConfigError, ContractError
 from specdec.sampling import draft_token
 from tests.instruction_sets import each_set, kernels_of
 
-SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])
+# around a vector, four of them and a span that a thread searches
+SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 300, 4095, 4096, 4097, 8193, 30_011])
 
 
 @pytest.fixture(scope="module", params=each_set("torch"))
@@ -63,6 +64,14 @@ def cases(draw):
     return masked, ids
 
 
+def outcome(logits):
+    """What ``argmax`` gives, or says."""
+    try:
+        return logits.argmax()
+    except ContractError as refusal:
+        return str(refusal)
+
+
 def alive(masked):
     return bool(np.isfinite(masked).any(axis=1).all())
 
@@ -92,9 +101,11 @@ def test_answers_are_those_of_the_masked_row(ops, case, data):
         assert draft_token(pruned, [], context)[0] == draft_token(full, [], context)[0]
 
 
-@given(case=cases())
-def test_the_best_two_and_the_sum_against_float64(ops, case):
+@given(case=cases(), threads=st.sampled_from([1, 2]))
+def test_the_best_two_and_the_sum_against_float64(ops, case, threads):
     masked, _ = case
+    if isinstance(ops, NativeOps):
+        ops.threads.chosen = threads
     logits = full_logits(ops, masked)
     for k in (1, 2):
         ids, values = logits.topk(k)
@@ -103,11 +114,21 @@ def test_the_best_two_and_the_sum_against_float64(ops, case):
             assert best == wanted.tolist()
             assert found == row[wanted].tolist()
     if alive(masked):
+        assert logits.argmax() == masked.argmax(axis=1).tolist()
         wide = masked.astype(np.float64)
         top = wide.max(axis=1)
         wanted = top + np.log(np.exp(wide - top[:, None]).sum(axis=1))
         # each term is off by 1.5 ulp at most and by 2^-42, the sum is exact
         np.testing.assert_allclose(logits.logsumexp(), wanted, rtol=0, atol=3 * 2.0**-24)
+
+
+@given(case=cases(), data=st.data())
+def test_what_is_not_finite_is_refused_as_in_numpy(ops, case, data):
+    """NaN anywhere, plus infinity, a row of minus infinities: refused with the same sentence. A lone -inf is fine."""
+    rows, _ = case
+    for value in data.draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=3)):
+        rows[data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, rows.shape[1] - 1))] = value
+    assert outcome(full_logits(ops, rows)) == outcome(CpuLogits(torch.from_numpy(rows)))
 
 
 def test_what_is_not_finite_is_refused_by_row(ops):
