@@ -33,7 +33,7 @@ AREAS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("specdec/config/", "specdec/checking/"), ("tests/config", "tests/cli", "tests/fuzz")),
     # the engine itself: decoding, verifiers, policies, processors, registry, and the modules at the top
     (("specdec/",), ("tests/decoding", "tests/verifiers", "tests/policies", "tests/processors", "tests/registry",
-                     "tests/drafters", "tests/mutants", "tests/testing")),
+                     "tests/drafters", "tests/testing")),
     (("docs/", "examples/", "README.md", "CONTRIBUTING.md", "SECURITY.md"), ("tests/test_docs.py",)),
     (("benchmarks/",), ("tests/test_performance_gate.py",)),
 )  # fmt: skip
