@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from specdec.contract import Needs
+from tests.backends.oracle import attend, rms_norm, sigmoid, silu
 from tests.comparisons import record
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
-from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
+from tests.models.mtp_oracle import MtpOracle
 from tests.selection import cases
 from tests.tiny_families import FAMILIES, SHAPES
-
-
-def softmax(x):
-    weights = np.exp(x - x.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
 
 
 def expert(w, at, e, y):
@@ -34,7 +30,7 @@ def expert(w, at, e, y):
         gate, up = both[: len(both) // 2], both[len(both) // 2 :]
     else:
         gate, up, down = (w[f"{at}experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return down @ (_silu(gate @ y) * (up @ y))
+    return down @ (silu(gate @ y) * (up @ y))
 
 
 class QwenMoeOracle(MtpOracle):
@@ -63,13 +59,13 @@ class QwenMoeOracle(MtpOracle):
         w, at, k = self.w, at + "mlp.", self.c["num_experts_per_tok"]
         out = np.zeros_like(y)
         for t, row in enumerate(y):
-            scores = softmax(w[at + "gate.weight"] @ row)
+            scores = np.exp(w[at + "gate.weight"] @ row)  # over their sum; it cancels below
             chosen = np.argsort(-scores, kind="stable")[:k]
             for e in chosen:
                 out[t] += scores[e] / scores[chosen].sum() * expert(w, at, e, row)
             gate, up, down = (w[f"{at}shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))
-            shared = down @ (_silu(gate @ row) * (up @ row))
-            out[t] += _sigmoid(w[at + "shared_expert_gate.weight"] @ row) * shared
+            shared = down @ (silu(gate @ row) * (up @ row))
+            out[t] += sigmoid(w[at + "shared_expert_gate.weight"] @ row) * shared
         return out
 
 
@@ -88,7 +84,7 @@ class ExtraLayerOracle:
         self.modules = [f"layers.{last + number}." for number in range(modules)]
 
     def _rms(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * self.w[name]
+        return rms_norm(x, self.w[name], self.c["rms_norm_eps"])
 
     def _layer(self, x, at):
         y = self._rms(x, at + "input_layernorm.weight")
@@ -101,11 +97,11 @@ class ExtraLayerOracle:
 
         def plain(prefix):
             gate, up, down = (w[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
-            return down @ (_silu(gate @ y) * (up @ y))
+            return down @ (silu(gate @ y) * (up @ y))
 
         if at + "gate.weight" not in w:
             return plain(at)
-        scores = _sigmoid(w[at + "gate.weight"] @ y)
+        scores = sigmoid(w[at + "gate.weight"] @ y)
         corrected = scores + w[at + "gate.e_score_correction_bias"]
         size = len(scores) // c["n_group"]
         worth = [np.sort(corrected[g * size : (g + 1) * size])[-2:].sum() for g in range(c["n_group"])]
@@ -115,11 +111,6 @@ class ExtraLayerOracle:
         weights = scores[chosen] / scores[chosen].sum() * c["routed_scaling_factor"]
         routed = sum(weight * expert(w, at, e, y) for weight, e in zip(weights, chosen, strict=True))
         return routed + plain(at + "shared_experts.")
-
-    def _attend(self, q, k, v, scale):
-        """One head, ``[n, D]`` each."""
-        causal = np.tril(np.ones((len(q), len(q)), dtype=bool))
-        return softmax(np.where(causal, q @ k.T * scale, -np.inf)) @ v
 
     def _grouped(self, y, at):
         c, at = self.c, at + "self_attn."
@@ -141,8 +132,7 @@ class ExtraLayerOracle:
             return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
         q, k = turned(q), turned(k)
-        out = [self._attend(q[:, h], k[:, h * kv // heads], v[:, h * kv // heads], dim**-0.5) for h in range(heads)]
-        return np.concatenate(out, -1) @ self.w[at + "o_proj.weight"].T
+        return attend(q, k, v, dim**-0.5).reshape(len(y), -1) @ self.w[at + "o_proj.weight"].T
 
     def _latent(self, y, at):
         """Latent attention, keys and values of every head spelt out (nothing absorbed), pairs turned as complex
@@ -167,14 +157,14 @@ class ExtraLayerOracle:
             pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
             return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
 
-        shared = turned(both[:, rank:])
+        shared = np.repeat(turned(both[:, rank:])[:, None], heads, 1)
         kv = (latent @ w[at + "kv_b_proj.weight"].T).reshape(len(y), heads, nope + value)
-        out = []
-        for h in range(heads):
-            query = np.concatenate([q[:, h, :nope], turned(q[:, h, nope:])], -1)
-            key = np.concatenate([kv[:, h, :nope], shared], -1)
-            out.append(self._attend(query, key, kv[:, h, nope:], (nope + rope) ** -0.5 * scale))
-        return np.concatenate(out, -1) @ w[at + "o_proj.weight"].T
+        query = np.concatenate([q[..., :nope], np.stack([turned(q[:, h, nope:]) for h in range(heads)], 1)], -1)
+        key = np.concatenate([kv[..., :nope], shared], -1)
+        return (
+            attend(query, key, kv[..., nope:], (nope + rope) ** -0.5 * scale).reshape(len(y), -1)
+            @ w[at + "o_proj.weight"].T
+        )
 
     def _frequencies(self):
         """YaRN's frequencies, and the factor on the scores."""

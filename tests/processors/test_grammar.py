@@ -214,22 +214,6 @@ def fresh(config):
     return GrammarProcessor(config, words.env(len(PROMPT)))
 
 
-HISTORIES = st.lists(st.tuples(st.integers(0, 40), SCRIPTS), min_size=1, max_size=4)
-
-
-@given(CONFIGS, MODELS, HISTORIES)
-def test_legal_ends_at_the_first_token_that_the_mask_forbids(config, target, histories):
-    processor, output = fresh(config), generate(target, config, temperature=1.0)
-    for length, script in histories:
-        history, draft = output[:length], output[length : length + 6]
-        for _, at, token in script[:2]:
-            draft[at : at + 1] = [token]
-        expected = 0
-        while expected < len(draft) and draft[expected] in allowed(fresh(config), [*history, *draft[:expected]]):
-            expected += 1
-        assert processor.legal(draft, Context([*PROMPT, *history])) == expected
-
-
 @given(st.integers(0, 6), MODELS, st.fixed_dictionaries(LAWS), SCRIPTS)
 def test_a_complete_grammar_ends_the_text_before_min_new_tokens_if_it_allows_nothing_else(least, target, law, script):
     for regex in ("abc?", "a{1,9}"):
@@ -239,16 +223,6 @@ def test_a_complete_grammar_ends_the_text_before_min_new_tokens_if_it_allows_not
         text = text_of(plain)
         assert re.fullmatch(regex, text)
         assert len(plain) > least or text in ("abc", "a" * 9), (plain, text)
-
-
-@given(REGEXES, MODELS)
-def test_end_tokens_are_allowed_exactly_where_the_text_is_a_sentence(regex, target):
-    config = GrammarConfig(regex=regex)
-    processor, output = fresh(config), generate(target, config, temperature=1.0)
-    for length in range(len(output)):
-        before = words.tokenizer().decode(output[:length], skip_special=False)
-        whole = re.fullmatch(regex, before) is not None and "\ufffd" not in before
-        assert (allowed(processor, output[:length]) & ENDS) == (ENDS if whole else set())
 
 
 def test_a_padding_token_of_the_model_is_never_allowed():
