@@ -10,7 +10,6 @@ from tests.backends import families
 from tests.backends.families import TRIED, VOCAB
 from tests.decoding.test_lossless import adversarial, mtp, ngram, oracle, partly_right, random
 from tests.selection import cases
-from tests.tiny_families import SHAPES
 
 # short enough for one pass of up to 16 rows: how a session cuts long prompts shows in the torch reference's bits
 prompts = st.one_of(
@@ -59,14 +58,3 @@ def test_every_family_keeps_the_contract_of_targets(family, target):
 
 def test_the_probe_finds_no_difference(target):
     assert probe_rows(target) is None
-
-
-def test_the_latent_cache_holds_one_compressed_row_per_token(make_target):
-    shape = SHAPES["deepseek_v3"]["all-sparse-mixed"]
-    target = make_target("deepseek_v3", **shape)
-    state = target.new_state(64)
-    row = shape["kv_lora"] + shape["rope"]
-    assert [cache.nbytes() for cache in state.caches] == [4 * 64 * row] * shape["layers"]
-    target.prefill(state, [1, 2, 3])
-    saved = target.snapshot(state).arrays
-    assert saved["layers.0.rows"].shape == (3, 1, row)
