@@ -143,9 +143,9 @@ def check_drafter(
 
 
 def check_target(name: str, target: Any) -> None:
-    """Commits, rewinds, copies, drafts and batches, by the kit's clauses of targets."""
+    """The kit's clauses of targets: rows, chunks, commits, rewinds, copies, hidden states, drafts and batches."""
     subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
-    only = ["F2", "F3", "F4", "F13", "F30"]
+    only = ["F2", "F3", "F4", "F5", "F6", "F13", "F21", "F22", "F30"]
     check_subjects(name, subjects, effort="sample", only=only).raise_for_failures()
 
 

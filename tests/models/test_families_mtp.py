@@ -9,17 +9,14 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from specdec.contract import Needs
 from tests.backends.oracle import attend, rms_norm, sigmoid, silu
 from tests.comparisons import record
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
 from tests.models.mtp_oracle import MtpOracle
-from tests.selection import cases
 from tests.tiny_families import FAMILIES, SHAPES
 
 
@@ -249,35 +246,3 @@ def test_chained_modules_draft_as_the_oracle_whatever_happened_before(
     run = told(make_target(family, kernels=kernels, **SHAPES[family][name]), prompt, chunk, plan)
     assert run.target.info.mtp_layers == len(oracle.modules) > 1
     check(run, oracle, 5)
-
-
-@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=["float32"], mark="slow"))
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_pairs_leave_the_same_bits_however_they_are_fed(family, name, dtype, kernels, make_target):
-    """A pass over a prompt fills the head's cache and computes no more; its rows are read with logits all the same."""
-    target = make_target(family, kernels=kernels, dtype=dtype, **SHAPES[family][name])
-    count, needs = 41, Needs(mtp=True, final_hidden=True)
-    tokens = prompt_of(count)
-    hidden = target.prefill(target.new_state(count, needs), tokens).need_hidden()
-    found = []
-    for sizes in ([41], [16, 16, 9], [1, 17, 3, 20]):
-        state, read, at = target.new_state(count, needs), target.new_state(count, needs), 0
-        rows = []
-        for size in sizes:
-            target.prefill_mtp(state, tokens[at : at + size], hidden[at : at + size])
-            output = target.decode_mtp(read, tokens[at : at + size], hidden[at : at + size])
-            rows.append(target.ops.to_host(target.ops.array(output.need_hidden())))
-            at += size
-        logits = output.need_logits().rows().copy()
-        assert logits.shape[0] == 1
-        caches = [[target.ops.to_host(part) for part in one.mtp.save().values()] for one in (state, read)]
-        found.append([*caches[0], *caches[1], torch.cat(rows), torch.from_numpy(logits)])
-    first, *others = found
-    assert len(first[-2]) == count
-    rounding = {"rtol": 0.0, "atol": 0.0}
-    if kernels != "native":  # torch sums long blocks in another order
-        rounding = {"rtol": 2.0**-6, "atol": 2.0**-6} if dtype == "bfloat16" else {"rtol": 0.0, "atol": 1e-5}
-    for other in others:
-        torch.testing.assert_close(other, first, **rounding)
-    half = len(caches[0])
-    torch.testing.assert_close(first[half : 2 * half], first[:half], **rounding)

@@ -20,49 +20,23 @@ from specdec.models.weights import dry_run
 from specdec.registry import registry
 from tests.selection import cases
 
+CONFIGS = json.loads(pathlib.Path(__file__).with_name("public_configs.json").read_text(encoding="utf-8"))
 
-def qwen3_5(layers, hidden, heads, kv_heads, value_heads, *, tied, vocab=248320, **mlp):
+
+def qwen3_5(layers, hidden, heads, kv_heads, value_heads, *, tied, **mlp):
     """The vision-language layout in which the family is released; the vision tower is left out."""
-    moe = "num_experts" in mlp
-    text = {
-        "model_type": "qwen3_5_moe_text" if moe else "qwen3_5_text",
-        "attention_bias": False,
-        "attn_output_gate": True,
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "hidden_act": "silu",
+    moe, base = "_moe" * ("num_experts" in mlp), CONFIGS["QWEN3_5"]
+    sizes = {
         "hidden_size": hidden,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
         "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": 128,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "vocab_size": vocab,
-        **mlp,
     }
-    return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration" if moe else "Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5_moe" if moe else "qwen3_5",
-        "text_config": text,
-        "tie_word_embeddings": tied,
-        "vision_config": {"depth": 12, "hidden_size": 768},
-    }
+    text = {key: value for key, value in base["text_config"].items() if key != "intermediate_size"}
+    text |= {"model_type": f"qwen3_5{moe}_text", **sizes, **mlp}
+    return base | {"model_type": f"qwen3_5{moe}", "text_config": text, "tie_word_embeddings": tied}
 
 
 def moe(inner, experts, top_k):
@@ -74,7 +48,6 @@ def moe(inner, experts, top_k):
     }
 
 
-CONFIGS = json.loads(pathlib.Path(__file__).with_name("public_configs.json").read_text(encoding="utf-8"))
 # name: config, billions of parameters without MTP as published (three decimals), millions of the MTP head
 PUBLISHED = {
     "Qwen3.5-0.8B": (qwen3_5(24, 1024, 8, 2, 16, tied=True, intermediate_size=3584), 0.752, 20.5),
@@ -169,18 +142,6 @@ def test_state_sizes_are_the_published_ones():
         "GLM-4.5-Air": (47 * 2 * 8 * 128 * 2, 0),
     }
     assert {name: family(name).state_bytes(2) for name in wanted} == wanted
-
-
-def test_deepseek_v3_has_the_published_yarn():
-    """factor 40 over 4096: the first dimensions keep their frequency, the last are stretched, mscale^2 = 1.87385."""
-    latent = family("DeepSeek-V3").attention
-    plain = [10000 ** (-2 * j / 64) for j in range(32)]
-    low, high = 10, 23  # floor and ceiling of the dimensions that turn 32 times and once in 4096 tokens
-    for j, (ours, theirs) in enumerate(zip(latent.rope.inv_freq, plain, strict=True)):
-        stretched = min(max((j - low) / (high - low), 0), 1)
-        assert ours == pytest.approx(theirs / 40 * stretched + theirs * (1 - stretched), rel=1e-12)
-    assert latent.scale * 192**0.5 == pytest.approx(1.87385, abs=1e-5)
-    assert family("DeepSeek-V3").max_positions == 163840
 
 
 @pytest.mark.parametrize(

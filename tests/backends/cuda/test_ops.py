@@ -52,14 +52,21 @@ def test_the_whole_contract_of_operations(make, size, dtype):
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("quantise", "kind"), [(fp8_block, Fp8BlockWeight), (nvfp4, Nvfp4Weight)])
-def test_weights_stay_packed(make, tmp_path, quantise, kind):
+BLOCK = (16, 32)
+STORED = {
+    Fp8BlockWeight: (lambda w: fp8_block(w, BLOCK), {"quant_method": "fp8", "weight_block_size": BLOCK}),
+    Nvfp4Weight: (nvfp4, {}),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_weights_stay_packed(make, tmp_path, kind):
     """Tables, heads and stacks, for passes and for prompts; ``test_row_kernels.py`` has the other products."""
     ops, rng = make(), np.random.default_rng(0)
-    matrices = []
+    matrices, (quantise, config) = [], STORED[kind]
     for number in range(2):
         parts, _ = quantise(rng.standard_normal((32, 64)).astype(np.float32))
-        checkpoint = opened(tmp_path / str(number), parts)
+        checkpoint = opened(tmp_path / str(number), parts, quantization_config=config)
         stored = StoredWeights(checkpoint, dtype=torch.float32, keeps=ops.capabilities.packed_formats)
         matrices.append(stored.matrix(NAME))
     plain = [matrix.decode() for matrix in matrices]

@@ -57,13 +57,6 @@ def metal(checkpoint: Callable[..., pathlib.Path]) -> Targets:
     return get
 
 
-@pytest.mark.parametrize("family", few)
-def test_hidden_states_at_boundaries_are_those_of_the_reference(
-    metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
-) -> None:
-    families.check_hidden_states(metal(family), tiny.make_target(checkpoint(family, **TRIED[family])), prefilled=8)
-
-
 @pytest.mark.parametrize(
     ("family", "shape"),
     [

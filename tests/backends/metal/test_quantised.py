@@ -23,7 +23,6 @@ from specdec.config import RunConfig, TargetConfig  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.models.loading import load_target  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
-from specdec.testing import OpsSubject, Subject, check_subjects  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.oracle import to_host  # noqa: E402
 from tests.checkpoints.quantised import mlx_layout  # noqa: E402
@@ -161,13 +160,6 @@ def test_rows_have_the_same_bits_in_any_company(converted, family, dtype):
 
 
 # --- float16 ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_operations_in_float16():
-    check_subjects(
-        "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort="sample"
-    ).raise_for_failures()
 
 
 def test_a_checkpoint_in_float16_runs_in_float16(tmp_path):
