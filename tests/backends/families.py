@@ -9,11 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from specdec.contract import Drafter, Needs, Parity
 from specdec.testing import Subject, as_subject, check_subjects
 from tests import tiny
-from tests.decoding.test_lossless import Case, ScriptedDepth, check_counters, mtp, oracle, partly_right
+from tests.decoding.test_lossless import (
+    Case,
+    ScriptedDepth,
+    adversarial,
+    check_counters,
+    mtp,
+    ngram,
+    oracle,
+    partly_right,
+    random,
+)
 from tests.tiny_families import SHAPES
 
 VOCAB = 277
@@ -41,6 +52,12 @@ TRIED: dict[str, dict[str, Any]] = {
             "deepseek_v3": "all-sparse-mixed",
         }.items()
     },
+}
+# what a property of speculation draws: the drafter, its depths, and numbers that it takes its tokens from
+DRAFTS = {
+    "drafter": st.sampled_from([mtp, ngram, random, oracle, partly_right, adversarial]),
+    "depths": st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    "numbers": st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 }
 
 

@@ -9,7 +9,6 @@ from specdec.models.parity import probe_rows
 from tests import tiny
 from tests.backends import families
 from tests.backends.families import TRIED, VOCAB
-from tests.decoding.test_lossless import adversarial, mtp, ngram, oracle, partly_right, random
 from tests.selection import cases
 
 # short enough for one pass of up to 16 rows: how a session cuts long prompts shows in the torch reference's bits
@@ -40,12 +39,7 @@ def target(family, kernels, dtype, make_target):
 
 
 @settings(max_examples=FEW)
-@given(
-    prompt=prompts,
-    drafter=st.sampled_from([mtp, ngram, random, oracle, partly_right, adversarial]),
-    depths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
-    numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
-)
+@given(prompt=prompts, **families.DRAFTS)
 def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
     family, dtype, target, checkpoint, prompt, drafter, depths, numbers
 ):

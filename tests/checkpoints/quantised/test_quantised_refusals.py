@@ -169,46 +169,30 @@ def test_a_nan_code_anywhere_is_found(tmp_path, label, code):
             found.raise_for_errors()
 
 
-FOREIGN = {
-    "gptq": (
-        {
-            "qweight": torch.ones(40, 200).int(),
-            "qzeros": torch.ones(10, 25).int(),
-            "scales": torch.ones(10, 200),
-            "g_idx": torch.ones(320).int(),
-        },
-        {"quant_method": "gptq", "bits": 4},
-        "qweight",
-    ),
-    "awq": (
-        {"qweight": torch.ones(320, 25).int(), "qzeros": torch.ones(10, 25).int(), "scales": torch.ones(10, 200)},
-        {"quant_method": "awq"},
-        "qweight",
-    ),
-    "gptq or awq": ({"qweight": torch.ones(40, 200).int(), "scales": torch.ones(10, 200)}, {}, "qweight"),
+FOREIGN = {  # tensors of the codes first, of scales and the like, and the config
+    "gptq": ("qweight qzeros g_idx", "scales", {"quant_method": "gptq", "bits": 4}),
+    "awq": ("qweight qzeros", "scales", {"quant_method": "awq"}),
+    "gptq or awq": ("qweight", "scales", {}),
     "bitsandbytes": (
-        {
-            "weight": torch.ones(32000, 1, dtype=torch.uint8),
-            "weight.absmax": torch.ones(1000),
-            "weight.quant_map": torch.ones(16),
-            "weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte(),
-        },
+        "weight weight.quant_state.bitsandbytes__nf4",
+        "weight.absmax weight.quant_map",
         {"quant_method": "bitsandbytes"},
-        "weight",
     ),
-    "hqq": ({"W_q": torch.ones(10, 10).byte(), "scale": torch.ones(10)}, {}, "W_q"),
+    "hqq": ("W_q", "scale", {}),
 }
 
 
 @pytest.mark.parametrize("method", FOREIGN)
 def test_other_methods_are_refused_by_name(tmp_path, method):
-    parts, config, codes = FOREIGN[method]
-    found = audited(tmp_path, parts, **config)
+    codes, scales, config = FOREIGN[method]
+    kind = torch.int32 if codes.startswith("q") else torch.uint8
+    parts = {name: torch.ones(40, 200, dtype=kind) for name in codes.split()}
+    found = audited(tmp_path, parts | {name: torch.ones(10, 200) for name in scales.split()}, **config)
     assert found.unreadable == [(NAME, method, found.errors[0].message)]
     assert found.missing == []
     assert found.unused == []
     text = str(found.errors[0])
-    assert f"the tensor {X}{codes} is quantised with {method}, which is not read" in text
+    assert f"the tensor {X}{codes.split()[0]} is quantised with {method}, which is not read" in text
 
 
 def test_a_scale_beside_a_plain_weight_is_not_applied_and_is_said(tmp_path):
