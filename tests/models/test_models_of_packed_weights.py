@@ -1,10 +1,14 @@
 """Whole models over packed weights: exact speculation, saved sessions, and the same weights however they are loaded."""
 
+import re
+
 import attrs
 import pytest
 import torch
 
 import specdec
+from specdec.checkpoints import Checkpoint
+from specdec.checkpoints.quantised import formats_of
 from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import Parity
 from specdec.errors import ConfigError
@@ -40,15 +44,18 @@ def check_speculation(folder, target):
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_speculation_over_packed_weights_is_exact(tmp_path, family):
-    """Rounded, and in a quantised checkpoint, of which nothing is decoded but a projection that is split and turned."""
+    """Rounded, and in a quantised checkpoint, of which no matrix is decoded."""
     folder = folder_of(tmp_path, family)
     for weights, activations in (("int8", "float"), ("int4", "float"), ("int4", "int8")):
         ops = tiny.make_ops("native", "bfloat16", activations=activations)
         check_speculation(folder, tiny.make_target(folder, ops=ops, dtype="bfloat16", weights=weights))
     converted = mlx_layout.convert(tmp_path, folder, family)[0]
-    target = tiny.make_target(converted, kernels="native", dtype="bfloat16")
-    assert ("decoded to" in target.info.weights) == (family == "deepseek_v3")
-    check_speculation(converted, target)
+    check_speculation(converted, tiny.make_target(converted, kernels="native", dtype="bfloat16"))
+    shapes = [found.shape for found in formats_of(Checkpoint.open(converted)).values() if found.quantised]
+    weights = load_target(RunConfig(target=TargetConfig(model=str(converted)))).target.info.weights
+    assert "decoded" not in weights
+    matrices = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes)
+    assert sum(map(int, re.findall(r"\((\d+)", weights))) == matrices
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))

@@ -107,6 +107,11 @@ def test_state_sizes_are_the_published_ones():
     assert {name: family(name).state_bytes(2) for name in wanted} == wanted
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LLAMA3 = CONFIGS["LLAMA_3_1_8B"]["rope_scaling"]
+HALF = {"partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
@@ -118,17 +123,9 @@ def test_state_sizes_are_the_published_ones():
         ("DeepSeek-V3", {"n_group": 7}, "n_group"),
         ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),
         ("DeepSeek-V3", {"rope_scaling": CONFIGS["DEEPSEEK_V3"]["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
-        (
-            "GLM-4.5-Air",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}},
-            "attention_factor",
-        ),
+        ("GLM-4.5-Air", {"rope_scaling": YARN}, "attention_factor"),
         ("Llama-3.1-8B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
-        (
-            "Llama-3.1-8B",
-            {"rope_scaling": CONFIGS["LLAMA_3_1_8B"]["rope_scaling"] | {"low_freq_factor": 4.0}},
-            "low_freq_factor",
-        ),
+        ("Llama-3.1-8B", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 47}}, "short_factor"),
         ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope"}, "max_position_embeddings": None}, "short_factor"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
@@ -141,12 +138,8 @@ def test_state_sizes_are_the_published_ones():
         ("Ministral-3-3B", {"layer_types": ["sliding_attention"] * 26}, "layer_types"),
         ("GLM-4.5-Air", {"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
         ("Qwen3.5-9B", {"use_qk_norm": False}, "use_qk_norm"),
-        ("Llama-3.1-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (
-            "DeepSeek-V3",
-            {"partial_rotary_factor": 0.5, "rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
-        ),
+        ("Llama-3.1-8B", HALF, "partial_rotary_factor"),
+        ("DeepSeek-V3", {"rope_scaling": None, "rope_parameters": HALF, **HALF}, "partial_rotary_factor"),
     ],
 )
 def test_a_variant_that_is_not_implemented_is_refused_by_name(name, changes, named):
