@@ -159,10 +159,10 @@ def check_drafter(
     return list(result.tokens)
 
 
-def check_target(name: str, target: Any) -> None:
-    """The kit's clauses of targets: rows, chunks, commits, rewinds, copies, hidden states, drafts and batches."""
+def check_target(name: str, target: Any, *more: str) -> None:
+    """Commits, rewinds, copies, drafts and batches, by the kit's clauses of targets; and by ``more`` of them."""
     subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
-    only = ["F2", "F3", "F4", "F5", "F6", "F13", "F21", "F22", "F30"]
+    only = ["F2", "F3", "F4", "F13", "F30", *more]
     check_subjects(name, subjects, effort="sample", only=only).raise_for_failures()
 
 

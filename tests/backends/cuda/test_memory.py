@@ -39,18 +39,19 @@ def test_a_capacity_is_not_paid_for_before_its_use():
 MATRIX = torch.zeros(512, 512)
 
 
-@pytest.mark.parametrize(
-    ("make", "asked"),
-    [
-        (lambda ops: ops.weight(MATRIX), "a weight of shape [512, 512]"),
-        (lambda ops: ops.stack([MATRIX] * 3), "3 weights of shape [512, 512]"),
-        (lambda ops: ops.new_kv(4096, 2, 64), "keys and values of 1024 tokens in one layer"),
-        (lambda ops: ops.new_latent(4096, 576), "keys and values of 1024 tokens in one layer"),
-        (lambda ops: ops.new_delta(SHAPE), "the recurrent state of one layer (6 rows)"),
-    ],
-)
-def test_what_does_not_fit_is_named(make, asked):
+ASKED = {
+    "weight": (lambda ops: ops.weight(MATRIX), "a weight of shape [512, 512]"),
+    "stack": (lambda ops: ops.stack([MATRIX] * 3), "3 weights of shape [512, 512]"),
+    "kv": (lambda ops: ops.new_kv(4096, 2, 64), "keys and values of 1024 tokens in one layer"),
+    "latent": (lambda ops: ops.new_latent(4096, 576), "keys and values of 1024 tokens in one layer"),
+    "delta": (lambda ops: ops.new_delta(SHAPE), "the recurrent state of one layer (6 rows)"),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_does_not_fit_is_named(what):
     """At load and where a state is made: what was asked for, what was free, what helps."""
+    make, asked = ASKED[what]
     with pytest.raises(OutOfMemory) as error:
         make(CudaOps(FakeDevice(free=10_000, total=2**30), torch.float32))
     assert asked in error.value.message
