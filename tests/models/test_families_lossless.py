@@ -47,6 +47,7 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
     families.check_drafter(checkpoint(family, dtype=dtype, **TRIED[family]), target, prompt, drafter, depths, numbers)
 
 
+@pytest.mark.parametrize("family", cases(TRIED, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_every_family_keeps_the_contract_of_targets(family, make_target):
     """Chunks, hidden states and pairs of the head too."""
     target = make_target(family, kernels=tiny.kernels_available()[-1], dtype="bfloat16", **TRIED[family])

@@ -81,7 +81,7 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
 
 @exact
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize("family", few)
+@pytest.mark.parametrize("family", cases(TRIED, sample=1, mark="slow"))
 def test_every_family_keeps_the_contract_of_targets(metal, family, dtype):
     target = metal(family, dtype)
     assert probe_rows(target) is None
