@@ -140,6 +140,8 @@ class Faulted:
     def __init__(self, right, faulty):
         self._right, self._faulty = right, faulty
 
+    drafting = Drafter.drafting
+
     def __getattr__(self, name):
         right, ask = getattr(self._right, name), self._faulty.answer
         if name == "reason":

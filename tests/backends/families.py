@@ -1,7 +1,5 @@
-"""What every family promises on a device: the reference's numbers, and the bits of plain decoding.
-
-Nothing here is a test. ``poison`` fills with NaN what is not committed in a state.
-"""
+"""What every family promises on a device: the reference's numbers, and the bits of plain decoding. Nothing here is a
+test."""
 
 from __future__ import annotations
 
@@ -11,10 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from specdec.contract import Drafter, Needs, Parity
+from specdec.testing import Subject, as_subject, check_subjects
 from tests import tiny
-from tests.decoding.test_lossless import Case, ScriptedDepth, check_counters, mtp, oracle, partly_right
+from tests.decoding.test_lossless import (
+    Case,
+    ScriptedDepth,
+    adversarial,
+    check_counters,
+    mtp,
+    ngram,
+    oracle,
+    partly_right,
+    random,
+)
 from tests.tiny_families import SHAPES
 
 VOCAB = 277
@@ -43,7 +53,12 @@ TRIED: dict[str, dict[str, Any]] = {
         }.items()
     },
 }
-Poison = Callable[[Any], None]
+# what a property of speculation draws: the drafter, its depths, and numbers that it takes its tokens from
+DRAFTS = {
+    "drafter": st.sampled_from([mtp, ngram, random, oracle, partly_right, adversarial]),
+    "depths": st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    "numbers": st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
+}
 
 
 def on_host(target: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -55,10 +70,6 @@ def on_host(target: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
     """As ``tiny.state_arrays``, on the host."""
     return on_host(target, tiny.state_arrays(target, state))
-
-
-def bits(logits: Any) -> Any:
-    return np.ascontiguousarray(logits.need_logits().rows()).view(np.int32).copy()
 
 
 def best(logits: Any, drafted: Sequence[int]) -> int:
@@ -148,44 +159,11 @@ def check_drafter(
     return list(result.tokens)
 
 
-def check_accept_counts(target: Any, prompt: Sequence[int], depth: int, poison: Poison) -> None:
-    """None to all drafts are right: the bits after the commit, and those of the pass after it, are plain decoding's."""
-    truth, at, needs = [*prompt, *tiny.plain_run(target, prompt, depth + 1)], len(prompt), tiny.needs_of(target)
-    start = target.snapshot(tiny.held(target, prompt))
-    plain, wanted, logits = target.restore(start, needs), [], []
-    for token in truth[at - 1 :]:
-        logits.append(bits(target.decode(plain, [token])))
-        target.commit(plain, 1)
-        wanted.append(arrays(target, plain))
-    for accepted in range(depth + 1):
-        state = target.restore(start, needs)
-        poison(state)
-        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
-        target.decode(state, [truth[at - 1], *drafted])
-        target.commit(state, accepted + 1)
-        tiny.assert_same_bits(arrays(target, state), wanted[accepted])
-        poison(state)
-        assert np.array_equal(bits(target.decode(state, [truth[at + accepted]])), logits[accepted + 1]), accepted
-
-
-def check_rewind(target: Any, prompt: Sequence[int], generated: int, poison: Poison) -> None:
-    """A state that went back, and a copy of it, go on with the bits of a new one; a snapshot is not touched by that."""
-    truth, back = [*prompt, *tiny.plain_run(target, prompt, generated + 3)], len(prompt) + 1
-    state = tiny.held(target, prompt, truth[len(prompt) :][:generated])
-    taken = target.snapshot(state)
-    then = on_host(target, taken.arrays)
-    reached = target.rewind(state, back)
-    assert reached <= back
-    poison(state)
-    again = target.restore(target.snapshot(state), tiny.needs_of(target))
-    wanted = tiny.held(target, prompt, truth[len(prompt) :][:4])
-    for other in (state, again):
-        for token in truth[reached : back + 2]:
-            target.decode(other, [token])
-            target.commit(other, 1)
-        tiny.assert_same_bits(arrays(target, other), arrays(target, wanted))
-    restored = target.snapshot(target.restore(taken, tiny.needs_of(target))).arrays
-    tiny.assert_same_bits(on_host(target, restored), then)
+def check_target(name: str, target: Any, *more: str) -> None:
+    """Commits, rewinds, copies, drafts and batches, by the kit's clauses of targets; and by ``more`` of them."""
+    subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
+    only = ["F2", "F3", "F4", "F13", "F30", *more]
+    check_subjects(name, subjects, effort="sample", only=only).raise_for_failures()
 
 
 def check_sessions(

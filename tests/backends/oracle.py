@@ -54,16 +54,15 @@ def attend(q: Float64, keys: Float64, values: Float64, scale: float, window: int
 
     A row sees the last ``window`` rows, or all if it is 0.
     """
-    rows, heads, _ = q.shape
-    out = np.zeros((rows, heads, values.shape[2]))
-    for t in range(rows):
-        seen = slice(max(0, len(keys) - rows + t + 1 - window) if window else 0, len(keys) - rows + t + 1)
-        for h in range(heads):
-            kv = h // (heads // keys.shape[1])
-            scores = keys[seen, kv] @ q[t, h] * scale
-            weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ values[seen, kv]
-    return out
+    rows, group = np.arange(len(q))[:, None], q.shape[1] // keys.shape[1]
+    at = np.arange(len(keys)) - (len(keys) - len(q))  # 0: the first row of q
+    seen = (at <= rows) & (at > rows - (window or len(keys)))
+    out = []
+    for h in range(q.shape[1]):
+        scores = np.where(seen, q[:, h] @ keys[:, h // group].T * scale, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out.append(weights / weights.sum(-1, keepdims=True) @ values[:, h // group])
+    return np.stack(out, 1)
 
 
 def conv_window(x: Float64, weight: Float64) -> Float64:

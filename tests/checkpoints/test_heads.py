@@ -99,48 +99,40 @@ def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family, tmp_path
     assert report.missing == []
 
 
-def broken(name, folder):
-    """An ``mtp.safetensors`` that cannot be used."""
-    _, head = split(folder)
-    norm, fc = "mtp.norm.weight", "mtp.fc.weight"
-    changes = {
-        "another model": lambda: load_file(written(folder.parent / "other", hidden=64) / "model.safetensors"),
-        "half": lambda: {key: tensor for key, tensor in head.items() if key != fc},
-        "nan": lambda: head | {norm: torch.full_like(head[norm], torch.nan)},
-        "no head": lambda: {"fc.weight": head[fc]},
-        "codes": lambda: head | {fc: head[fc].to(torch.float8_e4m3fn)},
-        "shape": lambda: head | {fc: head[fc][:, :-1].contiguous()},
-    }
-    return changes[name]()
-
-
-REASONS = {
-    "another model": "its hidden_size is 64, this model's is 48",
-    "half": "mtp.fc.weight [48, 96] is missing",
-    "nan": "mtp.norm.weight holds NaN",
-    "no head": "none of its 1 tensors is named mtp.*",
-    "codes": "mtp.fc.weight (F8_E4M3 [48, 96]) needs",
-    "shape": "has the shape [48, 95], config.json implies [48, 96]",
+NORM, FC = "mtp.norm.weight", "mtp.fc.weight"
+UNUSABLE = {  # an ``mtp.safetensors`` that cannot be used: the reason, and what becomes of the head
+    "another model": (
+        "its hidden_size is 64, this model's is 48",
+        lambda head, folder: load_file(written(folder.parent / "other", hidden=64) / "model.safetensors"),
+    ),
+    "half": ("mtp.fc.weight [48, 96] is missing", lambda head, _: {name: head[name] for name in head if name != FC}),
+    "nan": ("mtp.norm.weight holds NaN", lambda head, _: head | {NORM: torch.full_like(head[NORM], torch.nan)}),
+    "no head": ("none of its 1 tensors is named mtp.*", lambda head, _: {"fc.weight": head[FC]}),
+    "codes": ("mtp.fc.weight (F8_E4M3 [48, 96]) needs", lambda head, _: head | {FC: head[FC].to(torch.float8_e4m3fn)}),
+    "shape": (
+        "has the shape [48, 95], config.json implies [48, 96]",
+        lambda head, _: head | {FC: head[FC][:, :-1].contiguous()},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("name", UNUSABLE)
 def test_an_unusable_head_says_why_and_costs_nothing_else(name, tmp_path):
     folder = written(tmp_path / "model")
     plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-    head = broken(name, folder)
-    save_file(dict(head), folder / "mtp.safetensors")
+    reason, change = UNUSABLE[name]
+    save_file(change(split(folder)[1], folder), folder / "mtp.safetensors")
     lm = loaded(folder)
     assert lm.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens == plain
-    assert any(REASONS[name] in notice for notice in lm.notices), lm.notices
-    assert REASONS[name] in specdec.inspect_checkpoint(str(folder)).mtp
+    assert any(reason in notice for notice in lm.notices), lm.notices
+    assert reason in specdec.inspect_checkpoint(str(folder)).mtp
     with pytest.raises(UnsupportedError) as refused:
         loaded(folder, drafter="mtp")
-    assert REASONS[name] in str(refused.value)
+    assert reason in str(refused.value)
     (folder / "mtp.safetensors").rename(tmp_path / "head.safetensors")
     with pytest.raises(CheckpointError) as caught:  # one that was asked for is not passed over
         loaded(folder, tmp_path / "head.safetensors", drafter="none")
-    assert REASONS[name] in str(caught.value)
+    assert reason in str(caught.value)
 
 
 def test_the_vocabulary_of_another_model_is_refused_with_both_figures(tmp_path):

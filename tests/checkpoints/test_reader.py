@@ -43,6 +43,13 @@ def safetensors(header, data=b""):
     return struct.pack("<Q", len(text)) + text + data
 
 
+def tensor(dtype, shape, offsets):
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+ONE = json.dumps(tensor("U8", [1], [0, 1]))
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_what_was_written_is_read(tmp_path, shards):
     write_checkpoint(tmp_path, CONFIG, TENSORS, generation_config={"eos_token_id": 7}, shards=shards)
@@ -122,23 +129,10 @@ def test_a_config_may_begin_with_a_byte_order_mark(tmp_path):
         (struct.pack("<Q", 1 << 60) + b'{"a": 1}', "not a safetensors file"),
         (safetensors("{ nonsense"), "not valid JSON"),
         (safetensors('{"x": {"dtype": "F32"}}'), "no valid entry for the tensor x"),
-        (safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "tensor x (F32 [2])"),
-        (
-            safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(5)),
-            "the tensor x extends past its end",
-        ),
-        (
-            safetensors({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
-            "not a valid safetensors",
-        ),
-        (
-            safetensors(
-                '{"x": {"dtype":"U8","shape":[1],"data_offsets":[0,1]}, "x": {"dtype":"U8","shape":[1],'
-                '"data_offsets":[0,1]}}',
-                bytes(1),
-            ),
-            "tensor x twice",
-        ),
+        (safetensors({"x": tensor("F32", [2], [0, 4])}, bytes(4)), "tensor x (F32 [2])"),
+        (safetensors({"x": tensor("F32", [2], [0, 8])}, bytes(5)), "the tensor x extends past its end"),
+        (safetensors({"x": tensor("F32", [1], [4, 8])}, bytes(8)), "not a valid safetensors"),
+        (safetensors(f'{{"x": {ONE}, "x": {ONE}}}', bytes(1)), "tensor x twice"),
     ],
 )
 def test_a_file_that_is_no_safetensors_says_what_it_is(tmp_path, content, fact):
@@ -152,7 +146,7 @@ def test_no_bytes_whatever_raise_anything_else(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("bytes")
     with pytest.raises(CheckpointError):
         Checkpoint.open(with_weights(folder, content))
-    header = safetensors({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"1")
+    header = safetensors(f'{{"x": {ONE}}}', b"1")
     try:  # half right
         Checkpoint.open(with_weights(folder, header[: len(content)] + content))
     except CheckpointError:
@@ -160,8 +154,8 @@ def test_no_bytes_whatever_raise_anything_else(tmp_path_factory, content):
 
 
 def test_a_dtype_that_torch_lacks_names_the_tensor(tmp_path):
-    header = {"x.weight": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
-    checkpoint = Checkpoint.open(with_weights(tmp_path, safetensors(header, b"ab")))
+    content = safetensors({"x.weight": tensor("F4", [2, 2], [0, 2])}, b"ab")
+    checkpoint = Checkpoint.open(with_weights(tmp_path, content))
     for read in (checkpoint.dtype, checkpoint.load):
         with pytest.raises(CheckpointError, match=r"x\.weight is stored as F4, which is not read"):
             read("x.weight")

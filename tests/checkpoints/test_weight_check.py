@@ -134,17 +134,3 @@ def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path):
     assert "odd.A_log is stored as I32, which is neither a weight nor" in text
     with pytest.raises(CheckpointError, match="neither a weight nor a known quantised format"):
         StoredWeights(checkpoint)["odd.A_log"]
-
-
-def test_weights_are_read_by_canonical_name(tmp_path):
-    tensors = stored()
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors, shards=2))
-    weights = StoredWeights(checkpoint)
-    assert torch.equal(weights["embed_tokens.weight"], tensors[PREFIX + "embed_tokens.weight"])
-    assert "mtp.lm_head.weight" not in weights
-    assert "mtp.fc.weight" in weights
-    assert sorted(weights) == sorted(EXPECTED)
-    assert len(weights) == 5
-    with pytest.raises(CheckpointError, match="no tensor norm.wait") as caught:
-        weights["norm.wait"]
-    assert caught.value.facts["nearest"] == "norm.weight"

@@ -1,8 +1,8 @@
 """An independent oracle of the Qwen3.5 trunk and its MTP head: float64 numpy, straight from the equations.
 
-It shares no code with specdec: it reads the safetensors itself, has its own attention and delta rule, and keeps no
-state at all. Every answer is computed from the whole list of tokens, so there is nothing to roll back and nothing that
-gets out of step. Positions are 0, 1, 2, ...; row i of a hidden array belongs to token i.
+It shares no code with specdec: it reads the safetensors itself, computes with ``tests/backends/oracle.py``, and keeps
+no state at all. Every answer is computed from the whole list of tokens, so there is nothing to roll back and nothing
+that gets out of step. Positions are 0, 1, 2, ...; row i of a hidden array belongs to token i.
 
 ``mistake`` switches one convention to a wrong one: ``silu_gate`` (the attention's output gate is silu in place of
 sigmoid), ``prenorm_hidden`` (h from before the trunk's final norm) or ``prenorm_chain`` (chained steps feed the vector
@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
+
+from specdec.backends.ops import DeltaShape
+from tests.backends.oracle import attend, conv_window, gated_delta, rms_norm, sigmoid, silu
 
 Float64 = NDArray[np.float64]
 
@@ -71,30 +74,22 @@ class MtpOracle:
         return self.hidden(tokens)[1] @ self.head.T
 
     def _rms(self, x: Float64, offset: Float64) -> Float64:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * (1 + offset)
+        return rms_norm(x, 1 + offset, self.c["rms_norm_eps"])
 
     def _mlp(self, y: Float64, at: str) -> Float64:
         gate, up, down = (self.w[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return (_silu(y @ gate.T) * (y @ up.T)) @ down.T
+        return (silu(y @ gate.T) * (y @ up.T)) @ down.T
 
     def _attention(self, y: Float64, at: str, gate_kind: str) -> Float64:
         rows, heads, kv, dim = len(y), self.c["num_attention_heads"], self.c["num_key_value_heads"], self.c["head_dim"]
         at += "self_attn."
-        pair = y @ self.w[at + "q_proj.weight"].T
-        pair = pair.reshape(rows, heads, 2 * dim)
+        pair = (y @ self.w[at + "q_proj.weight"].T).reshape(rows, heads, 2 * dim)
         q, gate = pair[..., :dim], pair[..., dim:]
         k = (y @ self.w[at + "k_proj.weight"].T).reshape(rows, kv, dim)
         v = (y @ self.w[at + "v_proj.weight"].T).reshape(rows, kv, dim)
         q = self._rotate(self._rms(q, self.w[at + "q_norm.weight"]))
         k = self._rotate(self._rms(k, self.w[at + "k_norm.weight"]))
-        out = np.zeros((rows, heads, dim))
-        causal = np.tril(np.ones((rows, rows), dtype=bool))
-        for h in range(heads):
-            of = h // (heads // kv)
-            scores = np.where(causal, q[:, h] @ k[:, of].T / np.sqrt(dim), -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[:, h] = weights / weights.sum(-1, keepdims=True) @ v[:, of]
-        out *= _silu(gate) if gate_kind == "silu" else _sigmoid(gate)
+        out = attend(q, k, v, dim**-0.5) * (silu(gate) if gate_kind == "silu" else sigmoid(gate))
         return out.reshape(rows, heads * dim) @ self.w[at + "o_proj.weight"].T
 
     def _rotate(self, x: Float64) -> Float64:
@@ -108,29 +103,19 @@ class MtpOracle:
 
     def _delta_net(self, y: Float64, at: str) -> Float64:
         c, at = self.c, at + "linear_attn."
-        hk, hv = c["linear_num_key_heads"], c["linear_num_value_heads"]
-        dk, dv, taps = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
-        rows = len(y)
-        raw = y @ self.w[at + "in_proj_qkv.weight"].T
-        z = (y @ self.w[at + "in_proj_z.weight"].T).reshape(rows, hv, dv)
-        beta = _sigmoid(y @ self.w[at + "in_proj_b.weight"].T)
-        a = y @ self.w[at + "in_proj_a.weight"].T
-        decay = np.exp(-np.exp(self.w[at + "A_log"]) * np.logaddexp(0, a + self.w[at + "dt_bias"]))
-        conv = self.w[at + "conv1d.weight"][:, 0]
-        padded = np.concatenate([np.zeros((taps - 1, raw.shape[1])), raw])
-        u = _silu(sum(padded[j : j + rows] * conv[:, j] for j in range(taps)))
-        q = _unit(u[:, : hk * dk].reshape(rows, hk, dk)) / np.sqrt(dk)
-        k = _unit(u[:, hk * dk : 2 * hk * dk].reshape(rows, hk, dk))
-        v = u[:, 2 * hk * dk :].reshape(rows, hv, dv)
-        out = np.zeros((rows, hv, dv))
-        for h in range(hv):
-            of, state = h // (hv // hk), np.zeros((dk, dv))
-            for t in range(rows):
-                state = state * decay[t, h]
-                state = state + np.outer(k[t, of], beta[t, h] * (v[t, h] - state.T @ k[t, of]))
-                out[t, h] = state.T @ q[t, of]
-        normed = out / np.sqrt((out**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * self.w[at + "norm.weight"]
-        return (normed * _silu(z)).reshape(rows, hv * dv) @ self.w[at + "out_proj.weight"].T
+        shape = DeltaShape(
+            key_heads=c["linear_num_key_heads"],
+            value_heads=c["linear_num_value_heads"],
+            key_dim=c["linear_key_head_dim"],
+            value_dim=c["linear_value_head_dim"],
+            kernel=c["linear_conv_kernel_dim"],
+        )
+        raw, z, b, a = (y @ self.w[f"{at}in_proj_{name}.weight"].T for name in ("qkv", "z", "b", "a"))
+        u = conv_window(np.pad(raw, ((shape.kernel - 1, 0), (0, 0))), self.w[at + "conv1d.weight"][:, 0])
+        zeros = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim))
+        out, _ = gated_delta(u, a, b, self.w[at + "A_log"], self.w[at + "dt_bias"], shape, zeros)
+        gated = rms_norm(out, self.w[at + "norm.weight"], c["rms_norm_eps"]) * silu(z.reshape(out.shape))
+        return gated.reshape(len(y), -1) @ self.w[at + "out_proj.weight"].T
 
     # --- the head ----------------------------------------------------------------------------------------------------
 
@@ -159,15 +144,3 @@ class MtpOracle:
         x = x + self._attention(y, at, "silu" if self.mistake == "silu_gate" else "sigmoid")
         x = x + self._mlp(self._rms(x, self.w[at + "post_attention_layernorm.weight"]), at)
         return x, self._rms(x, self.w["mtp.norm.weight"])
-
-
-def _sigmoid(x: Float64) -> Float64:
-    return 1 / (1 + np.exp(-x))
-
-
-def _silu(x: Float64) -> Float64:
-    return x * _sigmoid(x)
-
-
-def _unit(x: Float64) -> Float64:
-    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)

@@ -11,7 +11,7 @@ from specdec.checkpoints import text_config
 from specdec.errors import CheckpointError
 from specdec.models.loading import family_of
 from specdec.models.read_keys import ReadKeys
-from tests.models.test_public_configs import PUBLISHED
+from tests.models.test_public_configs import PUBLISHED, YARN
 
 FOLDER = pathlib.Path("model")
 CONFIGS = {name: text_config(config) for name, (config, *_) in PUBLISHED.items()}
@@ -75,9 +75,6 @@ def test_defaults_that_transformers_writes_are_taken():
         config = getattr(transformers, f"{family}Config")(**({"head_dim": 128} if family == "Glm4Moe" else {}))
         for written in (config.to_dict(), json.loads(config.to_json_string(use_diff=False))):
             family_of(text_config(written), FOLDER)
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(

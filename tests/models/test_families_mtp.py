@@ -1,30 +1,24 @@
-"""MTP heads of the families of ``tiny_families`` against oracles in float64 numpy, straight from the equations.
+"""MTP heads of the families of ``tiny_families`` against oracles that keep no state (see ``mtp_oracle``).
 
-An oracle reads the files itself and keeps no state (see ``mtp_oracle``). Its trunk is checked with ours by way of the
-hidden states that the head starts from; the trunk's own logits are compared with transformers elsewhere.
+An oracle's trunk is checked with ours by way of the hidden states that the head starts from; the trunk's own logits are
+compared with transformers elsewhere.
 """
 
 import json
-import math
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.nn import functional
 
-from specdec.contract import Needs
+from tests.backends.oracle import sigmoid, silu
 from tests.comparisons import record
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of, steps, token_ids, told
-from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
-from tests.selection import cases
-from tests.tiny_families import FAMILIES, SHAPES
-
-
-def softmax(x):
-    weights = np.exp(x - x.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+from tests.models.mtp_oracle import MtpOracle
+from tests.tiny_families import FAMILIES, SHAPES, TRANSFORMERS
 
 
 def expert(w, at, e, y):
@@ -34,11 +28,13 @@ def expert(w, at, e, y):
         gate, up = both[: len(both) // 2], both[len(both) // 2 :]
     else:
         gate, up, down = (w[f"{at}experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return down @ (_silu(gate @ y) * (up @ y))
+    return down @ (silu(gate @ y) * (up @ y))
 
 
 class QwenMoeOracle(MtpOracle):
     """Qwen3.5 MoE and Qwen3-Next: the dense oracle with experts, and with the grouped projections taken apart."""
+
+    against = "a float64 oracle in numpy"
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -63,159 +59,76 @@ class QwenMoeOracle(MtpOracle):
         w, at, k = self.w, at + "mlp.", self.c["num_experts_per_tok"]
         out = np.zeros_like(y)
         for t, row in enumerate(y):
-            scores = softmax(w[at + "gate.weight"] @ row)
+            scores = np.exp(w[at + "gate.weight"] @ row)  # over their sum; it cancels below
             chosen = np.argsort(-scores, kind="stable")[:k]
             for e in chosen:
                 out[t] += scores[e] / scores[chosen].sum() * expert(w, at, e, row)
             gate, up, down = (w[f"{at}shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))
-            shared = down @ (_silu(gate @ row) * (up @ row))
-            out[t] += _sigmoid(w[at + "shared_expert_gate.weight"] @ row) * shared
+            shared = down @ (silu(gate @ row) * (up @ row))
+            out[t] += sigmoid(w[at + "shared_expert_gate.weight"] @ row) * shared
         return out
 
 
 class ExtraLayerOracle:
-    """DeepSeek-V3 and GLM-4.5: plain norms, experts by sigmoid scores, the head in the layer behind the last."""
+    """DeepSeek-V3 and GLM-4.5 from transformers' decoder layers, in float32; the head stands behind the last one.
+
+    The library loads the head's modules as further layers of the trunk, and what they have beside is read here.
+    """
+
+    against = "transformers' layers"
 
     def __init__(self, folder):
-        self.c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        transformers = pytest.importorskip("transformers")
+        c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.eps, self.last, modules = c["rms_norm_eps"], c["num_hidden_layers"], c["num_nextn_predict_layers"]
+        self.modules = range(self.last, self.last + modules)
         self.w = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    self.w[name.removeprefix("model.")] = tensors.get_tensor(name).double().numpy()
-        self.head = self.w["embed_tokens.weight" if self.c["tie_word_embeddings"] else "lm_head.weight"]
-        last, modules = self.c["num_hidden_layers"], self.c["num_nextn_predict_layers"]
-        self.modules = [f"layers.{last + number}." for number in range(modules)]
+            self.w |= load_file(file)
+        whole = getattr(transformers, TRANSFORMERS[c["model_type"]]).from_pretrained(
+            folder,
+            num_hidden_layers=self.last + modules,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+        self.model, self.head = whole.eval().model, whole.lm_head.weight
 
     def _rms(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * self.w[name]
+        return functional.rms_norm(x, x.shape[-1:], self.w[name], self.eps)
 
-    def _layer(self, x, at):
-        y = self._rms(x, at + "input_layernorm.weight")
-        x = x + (self._latent(y, at) if self.c["model_type"] == "deepseek_v3" else self._grouped(y, at))
-        y = self._rms(x, at + "post_attention_layernorm.weight")
-        return x + np.array([self._mlp(row, at + "mlp.") for row in y])
-
-    def _mlp(self, y, at):
-        c, w = self.c, self.w
-
-        def plain(prefix):
-            gate, up, down = (w[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
-            return down @ (_silu(gate @ y) * (up @ y))
-
-        if at + "gate.weight" not in w:
-            return plain(at)
-        scores = _sigmoid(w[at + "gate.weight"] @ y)
-        corrected = scores + w[at + "gate.e_score_correction_bias"]
-        size = len(scores) // c["n_group"]
-        worth = [np.sort(corrected[g * size : (g + 1) * size])[-2:].sum() for g in range(c["n_group"])]
-        kept = np.argsort(-np.array(worth), kind="stable")[: c["topk_group"]]
-        allowed = [e for e in range(len(scores)) if e // size in kept]
-        chosen = sorted(allowed, key=lambda e: -corrected[e])[: c["num_experts_per_tok"]]
-        weights = scores[chosen] / scores[chosen].sum() * c["routed_scaling_factor"]
-        routed = sum(weight * expert(w, at, e, y) for weight, e in zip(weights, chosen, strict=True))
-        return routed + plain(at + "shared_experts.")
-
-    def _attend(self, q, k, v, scale):
-        """One head, ``[n, D]`` each."""
-        causal = np.tril(np.ones((len(q), len(q)), dtype=bool))
-        return softmax(np.where(causal, q @ k.T * scale, -np.inf)) @ v
-
-    def _grouped(self, y, at):
-        c, at = self.c, at + "self_attn."
-        heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-
-        def project(name, count):
-            bias = self.w.get(f"{at}{name}_proj.bias", 0.0)
-            return (y @ self.w[f"{at}{name}_proj.weight"].T + bias).reshape(len(y), count, dim)
-
-        q, k, v = project("q", heads), project("k", kv), project("v", kv)
-        if c["use_qk_norm"]:
-            q, k = self._rms(q, at + "q_norm.weight"), self._rms(k, at + "k_norm.weight")
-        half = int(dim * c["partial_rotary_factor"]) // 2
-        angle = np.arange(len(y))[:, None] * c["rope_theta"] ** (-np.arange(half) / half)
-        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-
-        def turned(x):
-            left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-            return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
-
-        q, k = turned(q), turned(k)
-        out = [self._attend(q[:, h], k[:, h * kv // heads], v[:, h * kv // heads], dim**-0.5) for h in range(heads)]
-        return np.concatenate(out, -1) @ self.w[at + "o_proj.weight"].T
-
-    def _latent(self, y, at):
-        """Latent attention, keys and values of every head spelt out (nothing absorbed), pairs turned as complex
-        numbers."""
-        c, at, w = self.c, at + "self_attn.", self.w
-        nope, rope, value, rank = (
-            c[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-        )
-        heads = c["num_attention_heads"]
-        if c["q_lora_rank"]:
-            compressed = self._rms(y @ w[at + "q_a_proj.weight"].T, at + "q_a_layernorm.weight")
-            q = compressed @ w[at + "q_b_proj.weight"].T
-        else:
-            q = y @ w[at + "q_proj.weight"].T
-        q = q.reshape(len(y), heads, nope + rope)
-        both = y @ w[at + "kv_a_proj_with_mqa.weight"].T
-        latent = self._rms(both[:, :rank], at + "kv_a_layernorm.weight")
-        frequencies, scale = self._frequencies()
-        turn = np.exp(1j * np.arange(len(y))[:, None] * frequencies)
-
-        def turned(x):
-            pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
-            return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
-
-        shared = turned(both[:, rank:])
-        kv = (latent @ w[at + "kv_b_proj.weight"].T).reshape(len(y), heads, nope + value)
-        out = []
-        for h in range(heads):
-            query = np.concatenate([q[:, h, :nope], turned(q[:, h, nope:])], -1)
-            key = np.concatenate([kv[:, h, :nope], shared], -1)
-            out.append(self._attend(query, key, kv[:, h, nope:], (nope + rope) ** -0.5 * scale))
-        return np.concatenate(out, -1) @ w[at + "o_proj.weight"].T
-
-    def _frequencies(self):
-        """YaRN's frequencies, and the factor on the scores."""
-        size, theta, scaling = self.c["qk_rope_head_dim"], self.c["rope_theta"], self.c["rope_scaling"]
-        plain = theta ** (-2 * np.arange(size // 2) / size)
-        if scaling is None:
-            return plain, 1.0
-
-        def corrected(rotations):
-            turns = scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi)
-            return size * math.log(turns) / (2 * math.log(theta))
-
-        low = max(math.floor(corrected(scaling["beta_fast"])), 0)
-        high = min(math.ceil(corrected(scaling["beta_slow"])), size - 1)
-        ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
-        mscale = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1
-        return plain / scaling["factor"] * ramp + plain * (1 - ramp), mscale**2
+    def _layer(self, x, number):
+        """``x [n, H]`` through one layer."""
+        at, mask = torch.arange(len(x))[None], torch.full((1, 1, len(x), len(x)), -torch.inf).triu(1)
+        rotary = self.model.rotary_emb(x[None], at)
+        layer = self.model.layers[number]
+        out = layer(x[None], attention_mask=mask, position_ids=at, position_embeddings=rotary)
+        return (out[0] if isinstance(out, tuple) else out).view(x.shape)
 
     def hidden(self, tokens):
-        x = self.w["embed_tokens.weight"][list(tokens)]
-        for i in range(self.c["num_hidden_layers"]):
-            x = self._layer(x, f"layers.{i}.")
-        return self._rms(x, "norm.weight")
+        x = self.model.embed_tokens(torch.tensor(tokens))
+        for number in range(self.last):
+            x = self._layer(x, number)
+        return self.model.norm(x)
 
+    @torch.no_grad()
     def drafts(self, tokens, depth):
         """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
-        w, known, logits = self.w, list(tokens), []
-        hidden, out, paired = self.hidden(tokens[:-1]), np.empty(0), list[int]()
+        known, logits = list(tokens), []
+        hidden, out, paired = self.hidden(tokens[:-1]), torch.empty(0), list[int]()
         for step in range(depth):
-            at = self.modules[min(step, len(self.modules) - 1)]
+            module = self.modules[min(step, len(self.modules) - 1)]
+            at = f"model.layers.{module}."
             if step < len(self.modules):  # for every position, over the module before
                 hidden, paired = out if step else hidden, known[step + 1 : step + len(tokens)]
             else:
-                hidden, paired = np.concatenate([hidden, out[-1:]]), [*paired, known[-1]]
-            table = w.get(at + "embed_tokens.weight", w["embed_tokens.weight"])
-            head = w.get(at + "shared_head.head.weight", self.head)
+                hidden, paired = torch.cat([hidden, out[-1:]]), [*paired, known[-1]]
+            table = self.w.get(at + "embed_tokens.weight", self.model.embed_tokens.weight)
             e = self._rms(table[paired], at + "enorm.weight")
             h = self._rms(hidden, at + "hnorm.weight")
-            x = self._layer(np.concatenate([e, h], -1) @ w[at + "eh_proj.weight"].T, at)
+            x = self._layer(torch.cat([e, h], -1) @ self.w[at + "eh_proj.weight"].T, module)
             out = self._rms(x, at + "shared_head.norm.weight")
-            logits.append(out[-1] @ head.T)
+            logits.append((out[-1] @ self.w.get(at + "shared_head.head.weight", self.head).T).numpy())
             known.append(int(logits[-1].argmax()))
         return known[len(tokens) :], logits
 
@@ -247,7 +160,7 @@ def test_drafts_equal_the_oracle(family, name, kernels, make_target, checkpoint,
         worst = max(worst, check(run, oracle, 4))
         run.verify([5, 6, 7], length % 3, 11)
         worst = max(worst, check(run, oracle, 2))
-    record(record_property, family, "MTP drafts", "a float64 oracle in numpy", name, worst)
+    record(record_property, family, "MTP drafts", oracle.against, name, worst)
 
 
 @pytest.mark.parametrize(("family", "name"), [("glm4_moe", "no-bias-groups"), ("deepseek_v3", "all-sparse-mixed")])
@@ -259,35 +172,3 @@ def test_chained_modules_draft_as_the_oracle_whatever_happened_before(
     run = told(make_target(family, kernels=kernels, **SHAPES[family][name]), prompt, chunk, plan)
     assert run.target.info.mtp_layers == len(oracle.modules) > 1
     check(run, oracle, 5)
-
-
-@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=["float32"], mark="slow"))
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_pairs_leave_the_same_bits_however_they_are_fed(family, name, dtype, kernels, make_target):
-    """A pass over a prompt fills the head's cache and computes no more; its rows are read with logits all the same."""
-    target = make_target(family, kernels=kernels, dtype=dtype, **SHAPES[family][name])
-    count, needs = 41, Needs(mtp=True, final_hidden=True)
-    tokens = prompt_of(count)
-    hidden = target.prefill(target.new_state(count, needs), tokens).need_hidden()
-    found = []
-    for sizes in ([41], [16, 16, 9], [1, 17, 3, 20]):
-        state, read, at = target.new_state(count, needs), target.new_state(count, needs), 0
-        rows = []
-        for size in sizes:
-            target.prefill_mtp(state, tokens[at : at + size], hidden[at : at + size])
-            output = target.decode_mtp(read, tokens[at : at + size], hidden[at : at + size])
-            rows.append(target.ops.to_host(target.ops.array(output.need_hidden())))
-            at += size
-        logits = output.need_logits().rows().copy()
-        assert logits.shape[0] == 1
-        caches = [[target.ops.to_host(part) for part in one.mtp.save().values()] for one in (state, read)]
-        found.append([*caches[0], *caches[1], torch.cat(rows), torch.from_numpy(logits)])
-    first, *others = found
-    assert len(first[-2]) == count
-    rounding = {"rtol": 0.0, "atol": 0.0}
-    if kernels != "native":  # torch sums long blocks in another order
-        rounding = {"rtol": 2.0**-6, "atol": 2.0**-6} if dtype == "bfloat16" else {"rtol": 0.0, "atol": 1e-5}
-    for other in others:
-        torch.testing.assert_close(other, first, **rounding)
-    half = len(caches[0])
-    torch.testing.assert_close(first[half : 2 * half], first[:half], **rounding)

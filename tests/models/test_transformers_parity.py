@@ -28,8 +28,6 @@ CASES = [
 FEEDS = {
     "whole": [("prefill", TOKENS)],
     "chunks": [("prefill", 1), ("prefill", 37), ("prefill", 2), ("decode", 16), ("decode", 3), ("prefill", 24)],
-    "blocks": [("decode", rows) for rows in (5, 16, 1, 2, 16, 11, 16, 16)],
-    "token by token": [("decode", 1)] * TOKENS,
 }
 
 
@@ -37,12 +35,12 @@ def tokens_for(vocab, count=TOKENS):
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def fed(target, feed, boundaries=None):
-    """Logits ``[n, V]`` and hidden states ``[n, H]`` of every position by name, by default at every boundary.
+def fed(target, feed):
+    """Logits ``[n, V]`` and hidden states ``[n, H]`` of every position and boundary by name.
 
     Prefill gives hidden states only, so the head runs on them here.
     """
-    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1) if boundaries is None else boundaries)
+    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1))
     tokens = tokens_for(target.info.vocab_size)
     state, parts, at = target.new_state(len(tokens), needs), list[dict[str, np.ndarray]](), 0
     for how, rows in feed:
@@ -116,19 +114,3 @@ def test_logits_and_hidden_states_equal_transformers(family, name, kernels, make
             if what == "logits":
                 worst = max(worst, difference)
     record(record_property, family, "logits", f"transformers' {CLASSES[family]}", name, worst)
-
-
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_every_way_of_feeding_gives_the_same_bits(family, name, kernels, make_target):
-    """Blocks and single rows always; with native kernels also prefill; whatever boundaries are asked for. Catches sums
-    that depend on the other rows of a pass, such as experts whose rows are added in another order."""
-    dtype = {"torch": "float32", "native": "bfloat16"}[kernels]
-    target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **FAMILIES[family][name])
-    layers, truth = target.info.layers, fed(target, FEEDS["token by token"])
-    feeds = {"blocks": (0, layers), "whole": (layers - 1,), "chunks": (layers, 1, 1)}
-    for how, boundaries in feeds.items() if kernels == "native" else [("blocks", (0, layers))]:
-        got = fed(target, FEEDS[how], boundaries)
-        assert list(got) == ["logits", "final", *(f"boundary {k}" for k in sorted(set(boundaries)))]
-        for what, rows in got.items():
-            same = (rows.view(np.int32) == truth[what].view(np.int32)).all(-1)
-            assert same.all(), f"{how}: other {what} from position {int(same.argmin())} on"

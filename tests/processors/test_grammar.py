@@ -19,6 +19,7 @@ from specdec.testing.table_model import TableModel
 from specdec.verifiers.strict import StrictVerifier
 from tests.processors import words
 
+jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance", reason="the extra is not installed: pip install 'specdec-framework[grammar]'")
 
 ENDS = frozenset(words.end_tokens())
@@ -59,29 +60,6 @@ SCHEMAS = [
     },
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 120}, "maxItems": 2},
 ]
-
-
-def conforms(value, schema):
-    """JSON Schema, as far as SCHEMAS use it."""
-    if "enum" in schema:
-        return any(type(value) is type(choice) and value == choice for choice in schema["enum"])
-    match schema["type"]:
-        case "object":
-            properties = schema["properties"]
-            return (
-                isinstance(value, dict)
-                and set(schema["required"]) <= set(value) <= set(properties)
-                and all(conforms(item, properties[key]) for key, item in value.items())
-            )
-        case "array":
-            sized = isinstance(value, list) and schema.get("minItems", 0) <= len(value) <= schema["maxItems"]
-            return sized and all(conforms(item, schema["items"]) for item in value)
-        case "integer":
-            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
-        case "string":
-            return isinstance(value, str) and len(value) <= schema["maxLength"]
-        case kind:
-            return {"boolean": bool, "null": type(None)}[kind] is type(value)
 
 
 BALANCED = 'start: "(" start ")" | "[" start "]" | "ab"'
@@ -173,7 +151,7 @@ def test_output_under_a_schema_is_json_of_that_schema(schema, whitespace, target
     output = generate(target, GrammarConfig(json_schema=schema, whitespace=whitespace), **law)
     if output[-1] in ENDS:
         text = text_of(output)
-        assert conforms(json.loads(text), schema)
+        jsonschema.validate(json.loads(text), schema)
         if not whitespace and "maxLength" not in str(schema):
             assert text == json.dumps(json.loads(text), separators=(",", ":"))
     else:
@@ -214,22 +192,6 @@ def fresh(config):
     return GrammarProcessor(config, words.env(len(PROMPT)))
 
 
-HISTORIES = st.lists(st.tuples(st.integers(0, 40), SCRIPTS), min_size=1, max_size=4)
-
-
-@given(CONFIGS, MODELS, HISTORIES)
-def test_legal_ends_at_the_first_token_that_the_mask_forbids(config, target, histories):
-    processor, output = fresh(config), generate(target, config, temperature=1.0)
-    for length, script in histories:
-        history, draft = output[:length], output[length : length + 6]
-        for _, at, token in script[:2]:
-            draft[at : at + 1] = [token]
-        expected = 0
-        while expected < len(draft) and draft[expected] in allowed(fresh(config), [*history, *draft[:expected]]):
-            expected += 1
-        assert processor.legal(draft, Context([*PROMPT, *history])) == expected
-
-
 @given(st.integers(0, 6), MODELS, st.fixed_dictionaries(LAWS), SCRIPTS)
 def test_a_complete_grammar_ends_the_text_before_min_new_tokens_if_it_allows_nothing_else(least, target, law, script):
     for regex in ("abc?", "a{1,9}"):
@@ -239,16 +201,6 @@ def test_a_complete_grammar_ends_the_text_before_min_new_tokens_if_it_allows_not
         text = text_of(plain)
         assert re.fullmatch(regex, text)
         assert len(plain) > least or text in ("abc", "a" * 9), (plain, text)
-
-
-@given(REGEXES, MODELS)
-def test_end_tokens_are_allowed_exactly_where_the_text_is_a_sentence(regex, target):
-    config = GrammarConfig(regex=regex)
-    processor, output = fresh(config), generate(target, config, temperature=1.0)
-    for length in range(len(output)):
-        before = words.tokenizer().decode(output[:length], skip_special=False)
-        whole = re.fullmatch(regex, before) is not None and "\ufffd" not in before
-        assert (allowed(processor, output[:length]) & ENDS) == (ENDS if whole else set())
 
 
 def test_a_padding_token_of_the_model_is_never_allowed():

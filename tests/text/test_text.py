@@ -131,19 +131,12 @@ def test_streamed_bytes_are_decoded_bytes(content, cuts):
 
 
 def byte_ids(tokenizer, content):
-    spelt = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
     if not tokenizer.decodes_bytes:
         return [vocabulary[f"<0x{byte:02X}>"] for byte in content]
-    piece_of = {}
-    for code in range(0x180):  # every byte occurs in the UTF-8 of one of these, or of the few after them
-        for byte, piece in zip(chr(code).encode(), spelt.pre_tokenize_str(chr(code))[0][0], strict=True):
-            piece_of[byte] = piece
-    for code in (*range(0x180, 0x800), *range(0x800, 0xD800, 0x40), *range(0x10000, 0x110000, 0x1000)):
-        for byte, piece in zip(chr(code).encode(), spelt.pre_tokenize_str(chr(code))[0][0], strict=True):
-            piece_of[byte] = piece
-    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(piece_of.values()))  # C0, C1, F5..FF: themselves
-    piece_of |= {ord(piece): piece for piece in others}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # GPT-2's alphabet: these are themselves
+    others = [byte for byte in range(256) if byte not in printable]
+    piece_of = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     return [vocabulary[piece_of[byte]] for byte in content]
 
 

@@ -87,23 +87,6 @@ def test_a_pruned_row_gives_a_token_of_the_full_row(ops, case, data):
     assert not wrong, wrong[0]
 
 
-def test_tokens_are_drawn_from_the_references_distribution(ops):
-    """Chi-square over many seeds: 30 tokens kept by filters; 99.99 % of right samplers pass."""
-    row = np.random.default_rng(5).normal(0, 2, (1, 200)).astype(np.float32)
-    sampling = Sampling(temperature=0.9, top_k=30, top_p=0.97, repetition_penalty=1.2, logit_bias={3: 1.0})
-    counts = np.zeros(200)
-    draws = 20_000
-    for seed in range(draws):
-        context = Context([1, 2, 3], attrs.evolve(sampling, seed=seed), generated_from=1)
-        counts[ops.logits(torch.from_numpy(row)).choose(Choosing((), context))[0]] += 1
-    wanted = draws * Rows(HostLogits(row), (), Context([1, 2, 3], sampling, generated_from=1)).distribution(0)
-    assert not counts[wanted == 0].any()
-    kept = wanted > 0
-    chi = float(((counts - wanted)[kept] ** 2 / wanted[kept]).sum())
-    degrees = int(kept.sum()) - 1
-    assert chi < degrees + 4 * (2 * degrees) ** 0.5
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_an_error(ops, value):
     values = logits_of("normal", np.random.default_rng(1), 2, 300)

@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -24,21 +23,9 @@ from specdec.backends.cpu.library import Kernels, KernelsUnavailable, load_kerne
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.files import keeping
 from tests.instruction_sets import RUNNABLE
-from tests.processes import HUNG
 from tests.selection import cases
 
 TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
-
-
-BUILD = """
-import pathlib, sys
-from specdec.backends.cpu import compiler, library
-compiler.SOURCES = pathlib.Path(sys.argv[1])
-library.WHEEL = pathlib.Path(sys.argv[1]) / "libraries"
-print("building", flush=True)
-kernels = library.load_kernels()
-print(f"none: {kernels.reason}" if isinstance(kernels, library.KernelsUnavailable) else kernels.library.answer())
-"""
 
 
 @pytest.fixture
@@ -82,33 +69,29 @@ def test_a_library_is_built_once_and_again_for_new_sources(trivial_sources, tmp_
 # --- the wheel's libraries -------------------------------------------------------------------------------------------
 
 
-def ship(sources, name=RUNNABLE[0]):
-    """Put a library that answers 7 where a wheel has the one of an instruction set."""
-    source = sources.with_name("shipped.cpp")
-    source.write_text(TRIVIAL.replace("42", "7"))
+def library_of(sources, answer):
+    """A library that gives this answer."""
+    source = sources.with_name(f"answer-{answer}.cpp")
+    source.write_text(TRIVIAL.replace("42", str(answer)))
     found = compiler.find_compiler(os.environ.get("CXX", ""), os.environ["PATH"])
-    library = sources / "libraries" / f"{name}.so"
-    library.parent.mkdir(exist_ok=True)
+    library = source.with_suffix(".so")
     subprocess.run([*found.command, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     return library
 
 
-def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(trivial_sources, loaded, monkeypatch):
-    cached = built(load_kernels())
-    library = ship(trivial_sources)
+def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(trivial_sources, loaded):
+    """One that cannot be loaded, as on a system whose libc is older than the wheel's, does not."""
+    cached, library = built(load_kernels()), trivial_sources / "libraries" / f"{RUNNABLE[0]}.so"
+    library.parent.mkdir()
+    shutil.copy(library_of(trivial_sources, 7), library)
     shipped = built(load_kernels())
     assert (shipped.library.answer(), shipped.path, shipped.origin) == (7, library, "from the wheel")
     assert cached.origin in cached.description
     assert cached.origin != shipped.origin
+    library.write_bytes(b"\x7fELF of another system")
+    assert built(load_kernels()).library.answer() == 42
     library.unlink()
     assert built(load_kernels()) == cached
-
-
-def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_sources, loaded):
-    """As on a system whose libc is older than the wheel's."""
-    built(load_kernels())
-    ship(trivial_sources).write_bytes(b"\x7fELF of another system")
-    assert built(load_kernels()).library.answer() == 42
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -132,7 +115,6 @@ def loaded(tmp_path, monkeypatch):
 
 DAMAGES = {
     "empty": lambda data: b"",
-    "half": lambda data: data[: len(data) // 2],
     "the last byte": lambda data: data[:-1],
     "a bit": lambda data: data[:5000] + bytes([data[5000] ^ 0x10]) + data[5001:],
 }
@@ -187,11 +169,7 @@ def give_away(monkeypatch):
 
 def plant(library, sources):
     """Put a foreign library in the place of one, with its right checksum beside it."""
-    source = sources.with_name("planted.cpp")
-    source.write_text(TRIVIAL.replace("42", "666"))
-    found = compiler.find_compiler(os.environ.get("CXX", ""), os.environ["PATH"])
-    planted = source.with_suffix(".so")
-    subprocess.run([*found.command, "-shared", "-fPIC", str(source), "-o", str(planted)], check=True)
+    planted = library_of(sources, 666)
     os.unlink(library)
     shutil.copy(planted, library)
     library.with_name(f"{library.name}.sha256").write_bytes(libraries._checksum(planted.read_bytes()))
@@ -318,7 +296,7 @@ def test_a_notice_reaches_the_result_once(tmp_path, monkeypatch):
         assert [notice for notice in result.notices if reason in notice] == [reason]
 
 
-# --- compilers, and processes that build -----------------------------------------------------------------------------
+# --- compilers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["{folder}/a compiler", "'{folder}/a compiler' -O1", "env {found}"])
@@ -330,25 +308,12 @@ def test_the_compiler_may_be_a_command(form, trivial_sources, tmp_path, monkeypa
     assert built(load_kernels()).library.answer() == 42
 
 
-@pytest.mark.parametrize("given", ["c++ '", '"" -O2', "/"])
+@pytest.mark.parametrize("given", ["c++ '", '"" -O2', "/", "no-such-compiler -O9"])
 def test_a_command_that_is_none_is_a_reason(given, trivial_sources, monkeypatch):
     monkeypatch.setenv("CXX", given)
     failed = load_kernels()
     assert isinstance(failed, KernelsUnavailable)
     assert f"CXX={given!r} is not " in failed.reason
-
-
-@pytest.mark.slow
-def test_two_processes_may_build_at_once(trivial_sources, tmp_path):
-    """Catches: one process that loads what the other has half written."""
-    built(load_kernels()).path.unlink()
-    both = [
-        subprocess.Popen([sys.executable, "-c", BUILD, str(trivial_sources)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [process.communicate(timeout=HUNG)[0].split()[-1] for process in both] == ["42", "42"]
-    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_without_a_compiler_the_reason_is_recorded(trivial_sources, tmp_path, monkeypatch):
@@ -358,12 +323,8 @@ def test_without_a_compiler_the_reason_is_recorded(trivial_sources, tmp_path, mo
     missing = load_kernels()
     assert isinstance(missing, KernelsUnavailable)
     assert "no C++ compiler" in missing.reason
-    monkeypatch.setenv("CXX", "no-such-compiler -O9")
-    missing = load_kernels()
-    assert isinstance(missing, KernelsUnavailable)
-    assert "CXX='no-such-compiler -O9' is not an executable" in missing.reason
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
-    with pytest.raises(UnsupportedError, match="no-such-compiler"):
+    with pytest.raises(UnsupportedError, match="no C"):
         load_kernels()
 
 

@@ -1,7 +1,7 @@
 """Compile example launches of every kernel ahead of time, without a device: shared memory, spills and copies.
 
-An example calls a wrapper with the sizes of a real model. Its launches are intercepted and compiled with the
-specialisation that triton would choose for their arguments.
+An example calls a wrapper with the sizes of a real model. Its launches are intercepted and compiled as triton would
+before it runs them.
 """
 
 # mypy: allow-untyped-calls
@@ -19,7 +19,7 @@ import attrs
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from specdec.backends.cuda.kernels import (
     attention,
@@ -44,16 +44,6 @@ ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes 
 
 
 @attrs.frozen(kw_only=True)
-class Launch:
-    """One intercepted launch."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-@attrs.frozen(kw_only=True)
 class Compiled:
     """Resources of one kernel on one architecture."""
 
@@ -67,120 +57,69 @@ class Compiled:
     ptx: str = attrs.field(repr=False)
 
 
-class _Catcher:
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
+@attrs.frozen
+class _Architecture:
+    """What triton asks a driver before it compiles. Binaries are kept by the device's number."""
+
+    capability: int
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@attrs.define
+class _Compiler:
+    """Compiles launches instead of running them."""
+
+    binaries: dict[Any, str] = attrs.field(factory=dict)  # with the names of their kernels
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.launches.append(Launch(kernel=kernel, grid=grid, args=args, options=options))
+        self.binaries[kernel.warmup(*args, grid=grid, **options)] = kernel.__name__
 
 
-def launches(name: str) -> list[Launch]:
-    """Return the launches of one example without running them."""
-    catcher = _Catcher()
-    with recording(catcher):
-        EXAMPLES[name]()
-    return catcher.launches
+def compiled(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[Compiled]:
+    """Compile the launches of every example for every architecture; repeated specialisations are skipped.
 
-
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-
-
-def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
-    """Compile one launch. Raises: UnsupportedError in the interpreter, which compiles nothing."""
+    Raises: UnsupportedError in the interpreter, which compiles nothing.
+    """
     if interpreting():
         raise UnsupportedError(
             "kernels cannot be compiled while TRITON_INTERPRET is set", try_="unset it, in a fresh process"
         )
-    signature, constants, attributes = _specialisation(launch).parts()
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {name: launch.options[name] for name in _OPTIONS}
-    binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    usage = _usage(binary.asm["cubin"])
-    ptx = binary.asm["ptx"]
+    seen: set[Any] = set()
+    for architecture in architectures:
+        driver.set_active(_Architecture(architecture))
+        for name, example in EXAMPLES.items():
+            compiler = _Compiler()
+            with recording(compiler):
+                example()
+            for binary, kernel in compiler.binaries.items():
+                if binary not in seen:
+                    seen.add(binary)
+                    yield _compiled(name, kernel, architecture, binary)
+
+
+def _compiled(name: str, kernel: str, architecture: int, binary: Any) -> Compiled:
+    usage, ptx = _usage(binary.asm["cubin"]), binary.asm["ptx"]
     return Compiled(
         name=name,
-        kernel=launch.kernel.__name__,
+        kernel=kernel,
         architecture=architecture,
         shared=binary.metadata.shared,
         spilled=usage["STACK"] + usage["LOCAL"],
-        copies=_copies(ptx),
+        copies=tuple(sorted({int(width, 0) for width in _COPY.findall(ptx)})),
         ttir=binary.asm["ttir"],
         ptx=ptx,
     )
 
 
-def compiled(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[Compiled]:
-    """Compile the launches of every example for every architecture; repeated specialisations are skipped."""
-    seen: set[object] = set()
-    for name in EXAMPLES:
-        for launch in launches(name):
-            key = _specialisation(launch)
-            if key not in seen:
-                seen.add(key)
-                for architecture in architectures:
-                    yield compile_launch(name, launch, architecture)
-
-
-@attrs.frozen
-class _Specialisation:
-    """The key of a binary: parameters with their types, constants, and which arguments are multiples of 16."""
-
-    kernel: str
-    kinds: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[int, Any], ...]
-    divisible: tuple[int, ...]
-    options: tuple[Any, ...]
-
-    def parts(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
-        """The arguments of ``ASTSource``."""
-        return (
-            dict(self.kinds),
-            {(index,): value for index, value in self.constants},
-            {(index,): [["tt.divisibility", 16]] for index in self.divisible},
-        )
-
-
-def _specialisation(launch: Launch) -> _Specialisation:
-    kinds: list[tuple[str, str]] = []
-    constants: list[tuple[int, Any]] = []
-    divisible: list[int] = []
-    values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
-    for index, parameter in enumerate(launch.kernel.params):
-        value, free = values[parameter.name], parameter.do_not_specialize
-        kind, even = _kind(value)
-        if parameter.is_constexpr or value is None or (kind.startswith("i") and value == 1 and not free):
-            kinds.append((parameter.name, "constexpr"))
-            constants.append((index, value))
-            continue
-        kinds.append((parameter.name, kind))
-        if even and not free and not parameter.do_not_specialize_on_alignment:
-            divisible.append(index)
-    options = tuple(launch.options[name] for name in _OPTIONS)
-    return _Specialisation(launch.kernel.__name__, tuple(kinds), tuple(constants), tuple(divisible), options)
-
-
-def _kind(value: Any) -> tuple[str, bool]:
-    """Triton's type of an argument, and whether it is a multiple of 16."""
-    if isinstance(value, torch.Tensor):
-        return "*" + _TYPES[value.dtype], value.data_ptr() % 16 == 0
-    if isinstance(value, bool):
-        return "u1", False
-    if isinstance(value, int):
-        return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
-    return ("fp32" if isinstance(value, float) else "constexpr"), False
-
-
-_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-    torch.uint8: "u8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)")  # to shared memory, with its width
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -191,13 +130,6 @@ def _usage(cubin: bytes) -> dict[str, int]:
         file.flush()
         run = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", run.stdout)}
-
-
-def _copies(ptx: str) -> tuple[int, ...]:
-    """Widths of asynchronous copies to shared memory."""
-    return tuple(
-        sorted({int(width, 0) for width in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)", ptx)})
-    )
 
 
 # --- examples: sizes of Qwen3.5 0.8B, 4B and 9B and of DeepSeek-V3, three rows ----------------------------------------

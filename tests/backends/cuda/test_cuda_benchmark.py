@@ -9,26 +9,10 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels run on the device here; the benchmark itself is what to run", allow_module_level=True)
 
-
-from benchmarks.cuda import __main__ as script
-from benchmarks.cuda import smoke
 from benchmarks.cuda.shapes import Costs
+from tests.processes import run_python
 
 pytestmark = pytest.mark.interpreter
-
-
-@pytest.fixture
-def lab(monkeypatch):
-    """The stand-in for a GPU. What it changes for the process is changed back."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", InterpreterBuilder.create_dot)
-    threads = torch.get_num_threads()
-    yield smoke.lab()
-    torch.set_num_threads(threads)
-
-
-# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sample
@@ -40,17 +24,13 @@ def test_speed_up_is_tokens_over_seconds():
     assert costs.best((0.1, 0.01))[0] == 1
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-def test_all_of_it_runs_on_the_host(tmp_path, lab, capsys):
+def test_all_of_it_runs_on_the_host(tmp_path):
     """The stand-in device, a toy, a few tokens: figures are there and say that they are none."""
-    assert script.main(["--smoke", "--out", str(tmp_path), "--stage", "models"]) == 0
-    assert "not a measurement" in capsys.readouterr().out
+    done = run_python("-m", "benchmarks.cuda", "--smoke", "--out", tmp_path, "--stage", "models")
+    assert "not a measurement" in done.stdout
     kept = json.loads((tmp_path / "cuda.json").read_text())
-    results = kept["results"]
+    model = kept["results"]["models"]["toy"]
     assert kept["measurement"] is False
-    model = results["models"]["toy"]
     assert set(model["verify"]) == {"1", "2", "4"}
     assert model["decode"]["of_bound"] > 0
     assert set(model["generation"]["1"]) == {"plain", "made"}

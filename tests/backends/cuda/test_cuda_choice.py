@@ -19,48 +19,51 @@ OLD_DRIVER = (
 )
 
 
+H100 = {
+    "triton": True,
+    "cuda": "13.0",
+    "hip": None,
+    "files": True,
+    "count": 1,
+    "available": True,
+    "capability": (9, 0),
+    "init": "",
+    "visible": None,
+}
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """``machine(...)``: what this process sees. By default an H100 that works."""
+    find = importlib.util.find_spec
 
-    def has(
-        *,
-        triton=True,
-        cuda="13.0",
-        hip=None,
-        files=True,
-        count=1,
-        available=True,
-        capability=(9, 0),
-        init="",
-        visible=None,
-        system="Linux",
-        processor="x86_64",
-    ):
-        find = importlib.util.find_spec
+    def has(**changes):
+        seen = H100 | changes
 
         def find_spec(name, *rest):
-            return (object() if triton else None) if name == "triton" else find(name, *rest)
+            return (object() if seen["triton"] else None) if name == "triton" else find(name, *rest)
 
         def initialise():
-            if init:
-                raise RuntimeError(init)
+            if seen["init"]:
+                raise RuntimeError(seen["init"])
 
-        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(devices, "_device_files", lambda: files)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-        monkeypatch.setattr(torch.cuda, "init", initialise)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Test Card")
-        monkeypatch.setattr(platform, "system", lambda: system)
-        monkeypatch.setattr(platform, "machine", lambda: processor)
-        if visible is None:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        else:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        for where, name, value in (
+            (importlib.util, "find_spec", find_spec),
+            (torch.version, "cuda", seen["cuda"]),
+            (torch.version, "hip", seen["hip"]),
+            (devices, "_device_files", lambda: seen["files"]),
+            (torch.cuda, "device_count", lambda: seen["count"]),
+            (torch.cuda, "is_available", lambda: seen["available"]),
+            (torch.cuda, "init", initialise),
+            (torch.cuda, "get_device_capability", lambda *_: seen["capability"]),
+            (torch.cuda, "get_device_name", lambda *_: "NVIDIA Test Card"),
+            (platform, "system", lambda: "Linux"),
+            (platform, "machine", lambda: "x86_64"),
+        ):
+            monkeypatch.setattr(where, name, value)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if seen["visible"] is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen["visible"])
 
     return has
 

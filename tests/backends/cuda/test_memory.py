@@ -36,29 +36,24 @@ def test_a_capacity_is_not_paid_for_before_its_use():
     assert ops.new_kv(10, 4, 256).nbytes() == 2 * 10 * 4 * 256 * 2
 
 
-@pytest.mark.parametrize(
-    ("what", "asked"),
-    [
-        ("weight", "a weight of shape [512, 512]"),
-        ("stack", "3 weights of shape [512, 512]"),
-        ("kv", "keys and values of 1024 tokens in one layer"),
-        ("latent", "keys and values of 1024 tokens in one layer"),
-        ("delta", "the recurrent state of one layer (6 rows)"),
-    ],
-)
-def test_what_does_not_fit_is_named(what, asked):
+MATRIX = torch.zeros(512, 512)
+
+
+ASKED = {
+    "weight": (lambda ops: ops.weight(MATRIX), "a weight of shape [512, 512]"),
+    "stack": (lambda ops: ops.stack([MATRIX] * 3), "3 weights of shape [512, 512]"),
+    "kv": (lambda ops: ops.new_kv(4096, 2, 64), "keys and values of 1024 tokens in one layer"),
+    "latent": (lambda ops: ops.new_latent(4096, 576), "keys and values of 1024 tokens in one layer"),
+    "delta": (lambda ops: ops.new_delta(SHAPE), "the recurrent state of one layer (6 rows)"),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_does_not_fit_is_named(what):
     """At load and where a state is made: what was asked for, what was free, what helps."""
-    ops = CudaOps(FakeDevice(free=10_000, total=2**30), torch.float32)
-    matrix = torch.zeros(512, 512)
-    make = {
-        "weight": lambda: ops.weight(matrix),
-        "stack": lambda: ops.stack([matrix] * 3),
-        "kv": lambda: ops.new_kv(4096, 2, 64),
-        "latent": lambda: ops.new_latent(4096, 576),
-        "delta": lambda: ops.new_delta(SHAPE),
-    }
+    make, asked = ASKED[what]
     with pytest.raises(OutOfMemory) as error:
-        make[what]()
+        make(CudaOps(FakeDevice(free=10_000, total=2**30), torch.float32))
     assert asked in error.value.message
     assert error.value.facts["free"] == "9.8 KiB of 1.0 GiB"
     assert error.value.facts["asked for"].endswith("MiB")

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
-from specdec.checkpoints.quantised import fp4, fp8
-from specdec.checkpoints.quantised.stored import StoredMatrix
+from specdec.checkpoints import StoredWeights
 from specdec.errors import ContractError, UnsupportedError
 from tests.backends.contract import CLAUSES, check_operations
 from tests.backends.refusals import refuses_arrays_of_another_backend, refuses_what_it_lacks
+from tests.checkpoints.quantised.quantisers import NAME, fp8_block, nvfp4, opened
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -53,81 +52,38 @@ def test_the_whole_contract_of_operations(make, size, dtype):
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def stored(form, n, k, seed, block=(16, 32)):
-    """A quantised matrix as a checkpoint has it."""
-    draw = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (n, k if form == "fp8-block" else k // 2), generator=draw, dtype=torch.uint8)
-    if form == "fp8-block":
-        codes[(codes & 127) == 127] = 0  # NaN
-        scale = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=draw) / 100
-        meta = {"block_rows": block[0], "block_columns": block[1], "group": block[1], "bits": 8}
-        return StoredMatrix(
-            format=form,
-            shape=(n, k),
-            parts={"codes": codes, "scale": scale},
-            meta=meta,
-            dtype=torch.float32,
-            values=fp8.numbers(torch.arange(256, dtype=torch.uint8)),
-            numbers=fp8.numbers,
-        )
-    scale = (torch.rand(n, k // 16, generator=draw) + 0.1).to(torch.float8_e4m3fn)
-    return StoredMatrix(
-        format=form,
-        shape=(n, k),
-        parts={"codes": codes, "scale": scale, "global_scale": torch.tensor([0.25])},
-        meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
-        dtype=torch.float32,
-        values=fp4.E2M1,
-        numbers=fp4.numbers,
-    )
+BLOCK = (16, 32)
+STORED = {
+    Fp8BlockWeight: (lambda w: fp8_block(w, BLOCK), {"quant_method": "fp8", "weight_block_size": BLOCK}),
+    Nvfp4Weight: (nvfp4, {}),
+}
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "nvfp4"])
-def test_weights_stay_packed(make, form):
-    """In every op that takes a weight, for passes and for prompts; beside the reference over the decoded ones."""
-    ops, reference = make(), ReferenceOps(torch.float32)
-    assert form in ops.capabilities.packed_formats
-    kind = Fp8BlockWeight if form == "fp8-block" else Nvfp4Weight
-    matrices = [stored(form, 32, 64, seed) for seed in range(4)]
-    held, plain = [ops.weight(one) for one in matrices], [reference.weight(one.decode()) for one in matrices]
-    assert all(isinstance(one, kind) for one in held)
-    assert all(torch.equal(one.decode().cpu(), other) for one, other in zip(held, plain, strict=True))
-    draw = torch.Generator().manual_seed(9)
+@pytest.mark.parametrize("kind", STORED)
+def test_weights_stay_packed(make, tmp_path, kind):
+    """Tables, heads and stacks, for passes and for prompts; ``test_row_kernels.py`` has the other products."""
+    ops, rng = make(), np.random.default_rng(0)
+    matrices, (quantise, config) = [], STORED[kind]
+    for number in range(2):
+        parts, _ = quantise(rng.standard_normal((32, 64)).astype(np.float32))
+        checkpoint = opened(tmp_path / str(number), parts, quantization_config=config)
+        stored = StoredWeights(checkpoint, dtype=torch.float32, keeps=ops.capabilities.packed_formats)
+        matrices.append(stored.matrix(NAME))
+    plain = [matrix.decode() for matrix in matrices]
+    held, stack = ops.weight(matrices[0]), ops.stack(matrices)
+    assert all(isinstance(one, kind) for one in (held, *stack.experts))
+    assert torch.allclose(ops.embed(held, [3, 31, 3]).cpu(), plain[0][[3, 31, 3]], rtol=1e-6)
     for count in (3, 18):
-        x = torch.randn(count, 64, generator=draw)
-        y = x.to(ops.device.place)
-        pairs = [
-            (ops.project(y, held[:3])[2], reference.project(x, plain[:3])[2]),
-            (ops.linear(y, held[3]), reference.linear(x, plain[3])),
-            (ops.swiglu(y, held[2], held[3]), reference.swiglu(x, plain[2], plain[3])),
-            (ops.embed(held[1], [3, 31, 3]), reference.embed(plain[1], [3, 31, 3])),
-        ]
-        for got, wanted in pairs:
-            assert torch.allclose(got.cpu(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-        got = ops.head(y, held[0])
-        assert np.allclose(got.rows(), reference.head(x, plain[0]).rows(), atol=1e-4)
-        assert got.argmax() == got.rows().argmax(axis=1).tolist()
-    stack = ops.stack(matrices)
-    assert stack.shape == (4, 32, 64)
-    assert all(isinstance(one, kind) for one in stack.experts)
-    wanted = reference.project_heads(x[:, None].repeat(1, 4, 1), plain)
-    for count in (2, 18):
-        got = ops.project_heads(y[:count, None].repeat(1, 4, 1), stack)
-        assert torch.allclose(got.cpu(), wanted[:count], rtol=1e-4, atol=1e-4)
-    mixed = ops.stack([matrices[0], matrices[1].decode()])  # one layout or none
+        x = torch.from_numpy(rng.standard_normal((count, 64)).astype(np.float32))
+        heads = torch.stack([x, x], 1)
+        logits, both = ops.head(x.to(ops.device.place), held), ops.project_heads(heads.to(ops.device.place), stack)
+        assert np.allclose(logits.rows(), x @ plain[0].T, atol=1e-3)
+        assert logits.argmax() == logits.rows().argmax(axis=1).tolist()
+        assert torch.allclose(both.cpu(), torch.stack([x @ one.T for one in plain], 1), atol=1e-3)
+    mixed = ops.stack([matrices[0], plain[1]])  # one layout or none
     assert all(isinstance(one, DenseWeight) for one in mixed.experts)
     with pytest.raises(UnsupportedError, match="mlx-affine"):
-        ops.weight(
-            StoredMatrix(
-                format="mlx-affine",
-                shape=(2, 2),
-                parts={},
-                meta={},
-                dtype=torch.float32,
-                values=torch.zeros(0),
-                numbers=fp8.numbers,
-            )
-        )
+        ops.weight(attrs.evolve(matrices[0], format="mlx-affine"))
 
 
 @pytest.mark.sample

@@ -15,6 +15,7 @@ import pytest
 from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.quantised import PackedMatrix
 from tests.backends.metal.emulator import Emulated, Knobs, unavailable
+from tests.checkpoints.quantised.mlx_layout import bit_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,24 +68,13 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def affine(
-    rng: np.random.Generator, features: int, length: int, *, group: int, bits: int, dtype: Any, whole: bool = False
+    rng: np.random.Generator, features: int, length: int, *, group: int, bits: int, dtype: Any
 ) -> tuple[PackedMatrix, tuple[Float64, Float64, Float64]]:
-    """A random matrix in MLX's format, packed here level by level, and its levels, scales and biases in float64.
-
-    With ``whole`` all scales are 1 and all biases whole numbers.
-    """
-    levels = rng.integers(0, 2**bits, (features, length), dtype=np.uint64)
-    packed = np.zeros((features, length * bits // 32), np.uint32)
-    for j in range(length):
-        word, bit = divmod(j * bits, 32)
-        value = levels[:, j] << np.uint64(bit)
-        packed[:, word] |= (value & np.uint64(2**32 - 1)).astype(np.uint32)
-        if bit + bits > 32:
-            packed[:, word + 1] |= (value >> np.uint64(32)).astype(np.uint32)
-    shape = (features, length // group)
-    scales = np.ones(shape) if whole else rng.standard_normal(shape)
-    biases = np.rint(-(2.0 ** (bits - 1)) * np.ones(shape)) if whole else rng.standard_normal(shape)
-    stored = [mx.array(array.astype(np.float32)).astype(dtype) for array in (scales, biases)]
-    weight = PackedMatrix(codes=mx.array(packed), scales=stored[0], biases=stored[1], group=group, bits=bits)
-    wide = [np.repeat(float64(array), group, axis=1) for array in stored]
+    """A random matrix in MLX's format, and its levels, scales and biases in float64."""
+    levels = rng.integers(0, 2**bits, (features, length))
+    drawn = rng.standard_normal((2, features, length // group)).astype(np.float32)
+    scales, biases = (mx.array(array).astype(dtype) for array in drawn)
+    codes = mx.array(bit_stream(levels, bits).numpy())
+    weight = PackedMatrix(codes=codes, scales=scales, biases=biases, group=group, bits=bits)
+    wide = [np.repeat(float64(array), group, axis=1) for array in (scales, biases)]
     return weight, (levels.astype(np.float64), wide[0], wide[1])

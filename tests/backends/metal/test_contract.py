@@ -7,8 +7,10 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
-from specdec.testing import OpsSubject, Subject, as_subject, check_subjects  # noqa: E402
+from specdec.testing import OpsSubject, Subject, check_subjects  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.backends.families import check_target  # noqa: E402
+from tests.selection import cases  # noqa: E402
 
 
 def numeric(dtype):
@@ -23,7 +25,7 @@ def fast(dtype):
     return MetalOps(getattr(mx, dtype), mode="fast")
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16", "float16"], sample=1, mark="slow"))
 @pytest.mark.parametrize(
     "make",
     [
@@ -37,16 +39,6 @@ def test_operations(make, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "make", "effort"),
-    [
-        pytest.param("qwen3_5", lambda: MetalOps(mx.float32), "sample", id="qwen3_5", marks=pytest.mark.slow),
-        pytest.param("qwen3", lambda: MetalOps(mx.float32), "sample", id="qwen3"),
-        pytest.param("qwen3_5", lambda: numeric("float32"), "sample", id="qwen3_5 numeric", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", lambda: fast("float32"), "sample", id="qwen3_5 fast", marks=pytest.mark.slow),
-    ],
-)
-def test_a_target_over_them(checkpoint, family, make, effort):
-    target = tiny.make_target(checkpoint(family), ops=make())
-    subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
-    check_subjects(family, subjects, effort=effort).raise_for_failures()
+@pytest.mark.parametrize("make", [numeric, fast])
+def test_a_target_that_promises_less(checkpoint, make):
+    check_target("qwen3_5", tiny.make_target(checkpoint("qwen3_5"), ops=make("float32")))

@@ -20,21 +20,16 @@ from specdec.backends.ops import Routing  # noqa: E402
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint  # noqa: E402
 from specdec.checkpoints.quantised import StoredMatrix  # noqa: E402
 from specdec.config import RunConfig, TargetConfig  # noqa: E402
-from specdec.contract import Parity  # noqa: E402
 from specdec.models.loading import load_target  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
-from specdec.testing import OpsSubject, Subject, check_subjects  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.backends.oracle import to_host  # noqa: E402
+from tests.backends.metal.test_metal_families import exact  # noqa: E402
+from tests.backends.oracle import silu, to_host  # noqa: E402
 from tests.checkpoints.quantised import mlx_layout  # noqa: E402
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT  # noqa: E402
 from tests.selection import cases  # noqa: E402
 
 DTYPES = ("float32", "float16", "bfloat16")
-exact = pytest.mark.skipif(
-    MetalOps(mx.float32).capabilities.parity is not Parity.BITWISE,
-    reason="rows are the same bits on MLX's CPU device on Linux only",
-)
 
 
 class Stack:
@@ -57,10 +52,6 @@ def close(got, wanted, dtype="float32", terms=0.0):
     assert got.shape == wanted.shape
     size = max(np.abs(wanted).max(initial=1e-6), np.max(terms))
     assert np.abs(got - wanted).max() <= {"float32": 1e-5, "float16": 0.006, "bfloat16": 0.04}[dtype] * size
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
 
 
 @pytest.mark.parametrize("bits", cases([2, 3, 4, 5, 6, 8], sample=("3", "4"), mark="slow"))
@@ -161,13 +152,6 @@ def test_rows_have_the_same_bits_in_any_company(converted, family, dtype):
 
 
 # --- float16 ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_operations_in_float16():
-    check_subjects(
-        "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort="sample"
-    ).raise_for_failures()
 
 
 def test_a_checkpoint_in_float16_runs_in_float16(tmp_path):

@@ -105,18 +105,17 @@ def fp8_block(
     return {"weight": codes8, name: stored}, e4m3_value(codes8) * wide
 
 
-def fp8_tensor(weight: np.ndarray, shape: tuple[int, ...] = ()) -> tuple[Tensors, np.ndarray]:
+def fp8_tensor(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     scale = np.float32(max(np.abs(weight).max(), 1e-12) / E4M3_MAX)
     codes = to_e4m3(weight / scale)
-    tensors = {"weight": codes, "weight_scale": torch.full(shape, float(scale)), "input_scale": torch.tensor(0.5)}
+    tensors = {"weight": codes, "weight_scale": torch.tensor(scale), "input_scale": torch.tensor(0.5)}
     return tensors, e4m3_value(codes) * scale
 
 
-def fp8_channel(weight: np.ndarray, *, flat: bool = False) -> tuple[Tensors, np.ndarray]:
+def fp8_channel(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     scale = amax(weight, 1, weight.shape[-1]) / np.float32(E4M3_MAX)
     codes = to_e4m3(weight / scale)
-    stored = torch.from_numpy(scale[..., 0] if flat else scale)
-    return {"weight": codes, "weight_scale": stored.contiguous()}, e4m3_value(codes) * scale
+    return {"weight": codes, "weight_scale": torch.from_numpy(scale)}, e4m3_value(codes) * scale
 
 
 def mxfp8(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:

@@ -1,12 +1,11 @@
 """MLX's layout: decoded as MLX does; checkpoints as mlx-lm converts them are the models that they were made from."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
@@ -21,6 +20,7 @@ from tests.checkpoints.quantised.quantisers import NAME, opened
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
 from tests.selection import cases
 
+DTYPES = ("bfloat16", "float16", "float32")
 PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
 SMALL = tiny.shape("hidden=64 heads=2 kv_heads=1 head_dim=32")
 DENSE = SMALL | {"intermediate": 96}
@@ -69,49 +69,23 @@ def made(tmp_path, family, **more):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path, bits):
-    """Every size of group, stacks of experts, scales of both signs; in float32 bit for bit, and rounded once."""
-
-    @given(
-        rows=st.integers(1, 40),
-        groups=st.integers(1, 5),
-        seed=st.integers(0, 999),
-        group=st.sampled_from([32, 64, 128]),
-        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-        stacked=st.booleans(),
-    )
-    def check(rows, groups, seed, group, dtype, stacked):
-        shape = (3, rows, groups * group) if stacked else (rows, groups * group)
-        weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-        parts, values = mlx_layout.affine(weight, bits, group, dtype)
-        assert groups * rows < 2 or bool((parts["scales"] < 0).any())
-        config = {"group_size": group, "bits": bits, "mode": "affine"}
-        checkpoint = opened(tmp_path / f"{seed}", parts, quantization=config)
-        found = formats_of(checkpoint)[NAME]
-        assert (found.format, found.shape) == (f"mlx-affine {bits} bits g{group}", shape)
-        for wanted in (torch.float32, torch.bfloat16, torch.float16):
-            assert_same_bits(decoded(checkpoint, wanted), values)
-
-    check()
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_decoding_has_the_bits_of_mlx(tmp_path, bits, group):
+    """A matrix and a stack, in float32 bit for bit, and rounded once."""
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
-    weight = mx.array(drawn(bits, 24, 3 * group))
-    for dtype in (mx.float32, mx.float16, mx.bfloat16):
-        codes, scales, biases = mx.quantize(weight.astype(dtype), group_size=group, bits=bits)
+    for number, (shape, dtype) in enumerate(itertools.product([(24, 3 * group), (3, 7, group)], DTYPES)):
+        weight = mx.array(drawn(bits, *shape))
+        codes, scales, biases = mx.quantize(weight.astype(getattr(mx, dtype)), group_size=group, bits=bits)
         wide = (scales.astype(mx.float32), biases.astype(mx.float32))
         wanted = np.array(mx.dequantize(codes, *wide, group_size=group, bits=bits))
-        stored = getattr(torch, str(dtype).rpartition(".")[2])
-        parts = {
-            "weight": torch.from_numpy(np.array(codes)),
-            "scales": torch.from_numpy(np.array(wide[0])).to(stored),
-            "biases": torch.from_numpy(np.array(wide[1])).to(stored),
-        }
-        checkpoint = opened(tmp_path / str(dtype), parts, quantization={"group_size": group, "bits": bits})
-        assert_same_bits(decoded(checkpoint, torch.float32), wanted)
+        parts = {"weight": torch.from_numpy(np.array(codes))}
+        for name, grid in zip(("scales", "biases"), wide, strict=True):
+            parts[name] = torch.from_numpy(np.array(grid)).to(getattr(torch, dtype))
+        checkpoint = opened(tmp_path / str(number), parts, quantization={"group_size": group, "bits": bits})
+        found = formats_of(checkpoint)[NAME]
+        assert (found.format, found.shape) == (f"mlx-affine {bits} bits g{group}", shape)
+        for other in DTYPES:
+            assert_same_bits(decoded(checkpoint, getattr(torch, other)), wanted)
         assert np.abs(wanted - np.array(weight)).max() < np.abs(np.array(weight)).max() / 2  # it is that weight
 
 

@@ -77,35 +77,36 @@ def _edit_weights(source):
     save_file(tensors, source / "model.safetensors")
 
 
-def _edit_config(source):
-    tiny.edit_config(source, rms_norm_eps=1e-5)
+def _own(source):
+    """The folder of the cache."""
+    return only(source.parent / "cache")
 
 
 def _cut(source):
-    file = only(source.parent / "cache") / "model.safetensors"
+    file = _own(source) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _spoil_marker(source):
-    (only(source.parent / "cache") / "decoded.json").write_text("[]", encoding="utf-8")
-
-
 def _edit_own_weights(source):
-    with open(only(source.parent / "cache") / "model.safetensors", "rb+") as file:
+    with open(_own(source) / "model.safetensors", "rb+") as file:
         file.seek(-8, 2)
         file.write(b"\x7f" * 8)
 
 
-def _edit_own_config(source):
-    tiny.edit_config(only(source.parent / "cache"), num_hidden_layers=1)
+CHANGES = {
+    "weights": _edit_weights,
+    "config": lambda source: tiny.edit_config(source, rms_norm_eps=1e-5),
+    "cut": _cut,
+    "own weights": _edit_own_weights,
+    "own config": lambda source: tiny.edit_config(_own(source), num_hidden_layers=1),
+    "marker": lambda source: (_own(source) / "decoded.json").write_text("[]", encoding="utf-8"),
+}
 
 
-@pytest.mark.parametrize(
-    "change", [_edit_weights, _edit_config, _cut, _edit_own_weights, _edit_own_config, _spoil_marker]
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_stale_cache_is_said_and_written_anew(source, tmp_path, change):
     load(source, tmp_path / "cache")
-    change(source)
+    CHANGES[change](source)
     again = load(source, tmp_path / "cache")
     assert any("is stale and is rewritten" in notice for notice in again.notices)
     assert torch.equal(logits(again), logits(load(source, tmp_path / "cache")))

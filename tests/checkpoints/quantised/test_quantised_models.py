@@ -168,30 +168,6 @@ def test_the_layouts_of_gpt_oss_are_one_model(tmp_path):
         specdec.load(str(square))
 
 
-def test_latent_attention_splits_a_decoded_projection(tmp_path):
-    source = tiny_families.write_deepseek_v3(
-        tmp_path / "source", hidden=64, kv_lora=32, q_lora=32, intermediate=64, inner=32, dtype="bfloat16"
-    )
-    stored, decoded = split(tmp_path, source, lambda n: _latent(n), quant_method="fp8", weight_block_size=[128, 128])
-    assert formats_of(Checkpoint.open(stored))["layers.0.self_attn.kv_b_proj.weight"].quantised
-    assert_same_outputs(stored, decoded)
-
-
-def _latent(name):
-    if not matrix(name) or name.endswith(("gate.weight", "correction_bias", "embed_tokens.weight")):
-        return None
-    return "mxfp4" if ".experts." in name else "fp8-block 128x128 e8m0"
-
-
-def test_every_matrix_of_a_hybrid_model_with_head_and_embedding(tmp_path):
-    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
-    stored, decoded = split(tmp_path, source, lambda n: "int4 g16 zero points" if matrix(n) else None)
-    formats = formats_of(Checkpoint.open(stored))
-    for weight in ("embed_tokens.weight", "lm_head.weight", "mtp.fc.weight", "layers.0.linear_attn.in_proj_a.weight"):
-        assert formats[weight].quantised
-    assert_same_outputs(stored, decoded)
-
-
 def test_the_stored_dtype_of_a_quantised_checkpoint_is_bfloat16(tmp_path):
     """Packed bytes and words would outvote everything else, and no backend has a choice for uint8."""
     source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)

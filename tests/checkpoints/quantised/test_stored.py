@@ -1,25 +1,17 @@
-"""Matrices that stay packed: what their parts mean, what they decode to, and that families hand them to an Ops."""
+"""Matrices that stay packed: what their parts mean, and what they decode to."""
 
-import json
-
-import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
-from specdec.backends.cpu.reference import ReferenceOps
-from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
+from specdec.checkpoints import StoredWeights
 from specdec.checkpoints.quantised import StoredMatrix, formats_of
-from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.quantisers import NAME
-from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
-from tests.selection import cases
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONFIG = {
@@ -101,78 +93,3 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path, name):
 
     check()
     assert kept_as != "fp8-block" or blocks == 128
-
-
-# --- families --------------------------------------------------------------------------------------------------------
-
-
-class Recording(ReferenceOps):
-    """The torch reference, which keeps formats by decoding them itself, and remembers what it was given."""
-
-    def __init__(self, keeps):
-        super().__init__(torch.float32)
-        self.capabilities = attrs.evolve(self.capabilities, packed_formats=keeps)
-        self.packed = []
-
-    def weight(self, tensor):
-        assert isinstance(tensor, StoredMatrix | torch.Tensor)
-        if isinstance(tensor, StoredMatrix):
-            self.packed.append(tensor)
-            tensor = tensor.decode()
-        return super().weight(tensor)
-
-    def stack(self, tensors):
-        kinds = {isinstance(tensor, StoredMatrix) for tensor in tensors}
-        assert len(kinds) == 1
-        return super().stack([self.weight(tensor) for tensor in tensors])
-
-
-def quantised(folder, family, name):
-    """A tiny checkpoint with every matrix in one format, the MTP head too where the layout has one."""
-    source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
-    if name == "mlx-affine":
-        return mlx_layout.convert(folder, source, family)[0]
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = CONFIG["quantization_config"]
-    stored = {}
-    for original, tensor in load_file(source / "model.safetensors").items():
-        if tensor.dim() != 2 or not original.endswith(".weight") or "norm" in original:
-            stored[original] = tensor
-            continue
-        parts, _ = KEPT[name][1](tensor.numpy())
-        stored |= {original.removesuffix("weight") + suffix: part for suffix, part in parts.items()}
-    tiny.write_tokenizer(write_checkpoint(folder / "stored", config, stored))
-    return folder / "stored"
-
-
-@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "nvfp4 packed", "mlx-affine"])
-@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
-def test_families_hand_over_what_is_kept(tmp_path, family, name):
-    """Every quantised matrix reaches ``weight`` or ``stack`` as it is stored, tables and experts too; the rest decoded.
-
-    What is not handed over as it is: ``kv_b_proj``, which is split and turned, and a fused projection whose rows are
-    put into another order, in a format in which only some rows share scales.
-    """
-    folder = quantised(tmp_path, family, name)
-    kept_as = KEPT[name][0]
-    formats = formats_of(Checkpoint.open(folder))
-    reordered = ("in_proj_qkvz.weight",) if kept_as == "fp8-block" else ()
-    tied = json.loads((folder / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]
-    wanted = {
-        key: found
-        for key, found in formats.items()
-        if found.coding is not None
-        and found.coding.kept_as == kept_as
-        and not key.endswith(("kv_b_proj.weight", *reordered))
-        and not (tied and key == "lm_head.weight")
-    }
-    assert {"embed_tokens.weight"} < set(wanted)
-    keeping, plain = Recording(frozenset({kept_as})), Recording(frozenset())
-    targets = [tiny.make_target(folder, ops=ops) for ops in (keeping, plain)]
-    assert not plain.packed
-    assert {matrix.format for matrix in keeping.packed} == {kept_as}
-    values = sum(matrix.shape[0] * matrix.shape[1] for matrix in keeping.packed)
-    assert values == sum(int(np.prod(found.shape)) for found in wanted.values())
-    rows = [target.decode(target.new_state(32), PROMPT).need_logits().rows().copy() for target in targets]
-    assert rows[0].std() > 0.5
-    assert np.array_equal(*rows)

@@ -6,39 +6,6 @@ races in device memory, or the accuracy of the GPU's functions. Threadgroup memo
 specdec's kernels do without, are not there.
 """
 
-from tests.backends.metal.emulator.driver import Emulated, emulate, unavailable
-from tests.backends.metal.emulator.errors import (
-    ArithmeticFault,
-    CompileError,
-    Divergence,
-    EmulatorUnavailable,
-    Endless,
-    Fault,
-    ForbiddenError,
-    KernelError,
-    LaunchError,
-    OutOfBounds,
-    ResourceError,
-    Uninitialised,
-)
-from tests.backends.metal.emulator.knobs import ORDERS, Knobs
+from tests.backends.metal.emulator.driver import ORDERS, Emulated, KernelError, Knobs, emulate, unavailable
 
-__all__ = [
-    "ORDERS",
-    "ArithmeticFault",
-    "CompileError",
-    "Divergence",
-    "Emulated",
-    "EmulatorUnavailable",
-    "Endless",
-    "Fault",
-    "ForbiddenError",
-    "KernelError",
-    "Knobs",
-    "LaunchError",
-    "OutOfBounds",
-    "ResourceError",
-    "Uninitialised",
-    "emulate",
-    "unavailable",
-]
+__all__ = ["ORDERS", "Emulated", "KernelError", "Knobs", "emulate", "unavailable"]

@@ -1,4 +1,4 @@
-"""Compile a kernel's text with g++ and run it: one fiber per thread of a threadgroup, one threadgroup at a time."""
+"""Compile a kernel's text with g++ and run it: one fiber per lane of a simdgroup, one simdgroup at a time."""
 
 from __future__ import annotations
 
@@ -15,108 +15,90 @@ import tempfile
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import mlx.core as mx
 import numpy as np
 
-from specdec.backends.metal.kernels.kernel import Launch, MslKernel
-from tests.backends.metal.emulator import errors
-from tests.backends.metal.emulator.export import Exported, export
-from tests.backends.metal.emulator.knobs import ORDERS, Knobs
-from tests.backends.metal.emulator.translate import translate
+from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal
 from tests.processes import HUNG
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _HERE = Path(__file__).parent
-_COMMON = ("-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-shared", "-fno-math-errno", "-Wall")
+_COMMON = ("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fno-math-errno", "-Wall", "-U_FORTIFY_SOURCE")
 _KERNEL = (
     "-fsingle-precision-constant",  # Metal has no double: 1.0 is a float
     "-ftrivial-auto-var-init=pattern",  # a local variable that nobody set is not what it was a call ago
     "-fno-strict-aliasing",
     "-fsanitize=bounds,shift,integer-divide-by-zero,signed-integer-overflow,alignment,float-cast-overflow",
-    "-fno-sanitize-recover=all",
+    "-fsanitize-undefined-trap-on-error",
     "-Werror=uninitialized",
     "-Werror=return-type",
     "-Werror=vla",
-    "-Wno-unused-variable",
-    "-Wno-unused-but-set-variable",
-    "-Wno-unused-function",
+    "-Wno-attributes",  # those of Metal
+    "-Wno-unused",
     "-Wno-maybe-uninitialized",
     "-Wno-unknown-pragmas",
-    "-Wno-literal-suffix",
     "-Wno-sign-compare",
 )
-# what Metal leaves out of C++ (specification, section 1.5.4) and g++ takes
-_FORBIDDEN = re.compile(
-    r"\b(double|virtual|new|delete|goto|try|catch|throw|dynamic_cast|typeid|thread_local|asm|std)\b"
-)
 _GCC = 12  # the first with -ftrivial-auto-var-init
-_MAX_THREADS = 1024
-_INT_POISON = 0xA5  # floats are poisoned with 0xFF, a NaN that no arithmetic of the host makes
+_MAX_THREADS = 256  # in a threadgroup: what a kernel of many registers is still given
+_LANES = 32
+_FLOAT_POISON, _INT_POISON = 0xFF, 0xA5  # the former is a NaN that no arithmetic of the host makes
 _RUNNING = threading.Lock()  # the runtime has one set of fibers
 
-_ERRORS = (
-    errors.KernelError,
-    errors.OutOfBounds,
-    errors.Divergence,
-    errors.Uninitialised,
-    errors.ArithmeticFault,
-    errors.ResourceError,
-    errors.Fault,
-    errors.Endless,
-)
+# an attribute of the running thread: its value in C++
+_THREAD = {"thread_position_in_grid": "uint3{x, y, z}", "thread_index_in_simdgroup": "x % 32"}
+
+Order = Literal["ascending", "descending", "random"]
+ORDERS: tuple[Order, ...] = ("ascending", "descending", "random")
 
 
-class _Size(ctypes.Structure):
-    _fields_ = [(axis, ctypes.c_uint32) for axis in "xyz"]
+@attrs.frozen(kw_only=True)
+class Knobs:
+    """What Metal leaves open.
 
-    def tuple(self) -> tuple[int, int, int]:
-        return self.x, self.y, self.z
+    Attributes:
+        order: in which order lanes, and simdgroups, get their turns. A lane runs until it waits for others.
+        contract: whether the compiler may fuse ``a * b + c`` across statements.
+        seed: of the random order.
+    """
+
+    order: Order = attrs.field(default="ascending", validator=attrs.validators.in_(ORDERS))
+    contract: bool = False
+    seed: int = 0
 
 
-class _Knobs(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("order", "front", "seconds", "seed")]
+class KernelError(Exception):
+    """Something that is wrong with a kernel or its launch, in one sentence with its name and thread."""
+
+    def __init__(self, kernel: str, what: str) -> None:
+        super().__init__(f"kernel {kernel}: {what}")
 
 
 class _Buffer(ctypes.Structure):
     _fields_ = [
+        ("name", ctypes.c_char_p),
         ("host", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("item", "written", "poison", "align")),
-    ]
-
-
-class _Report(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_uint32),
-        ("buffer", ctypes.c_int32),
-        ("element", ctypes.c_int64),
-        *((name, _Size) for name in ("threadgroup", "thread", "other_thread")),
-        *((name, ctypes.c_uint64) for name in ("pc", "other_pc")),
-        *((name, ctypes.c_int32) for name in ("has_thread", "has_other", "line", "other_line")),
-        ("what", ctypes.c_char * 512),
+        ("item", ctypes.c_uint32),
+        ("poison", ctypes.c_int32),
     ]
 
 
 def unavailable() -> str | None:
     """Why this machine cannot emulate, or None."""
-    return _unavailable(os.environ.get("PATH", ""))
-
-
-@functools.cache
-def _unavailable(path: str) -> str | None:
     if not sys.platform.startswith("linux"):
         return "the emulator runs on Linux only"
-    if shutil.which("g++", path=path) is None:
+    if shutil.which("g++") is None:
         return "g++ is not on PATH"
     version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, timeout=HUNG).stdout.strip()
-    if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < _GCC:
+    if int(version.partition(".")[0]) < _GCC:
         return f"the emulator needs g++ {_GCC} or newer, found {version!r}"
-    if not _fuses():
+    if platform.machine() not in ("arm64", "aarch64") and not re.search(r"\bfma\b", _processor()):
         return "this processor has no fused multiply-add, without which contraction cannot be shown"
     return None
 
@@ -139,33 +121,38 @@ def emulate(
         partial: outputs of which elements may stay unwritten; those hold NaN, or bytes 0xA5 for integers.
 
     Raises:
-        EmulatorUnavailable: no g++ here.
-        KernelError: the text is refused, or a thread did what it must not; the subclass says what.
+        KernelError: the text or the launch is refused, or a thread did what it must not.
     """
-    if (reason := unavailable()) is not None:
-        raise errors.EmulatorUnavailable(reason)
     knobs = knobs or Knobs()
-    if len(inputs) != len(kernel.inputs):
-        raise errors.LaunchError(kernel.name, f"takes {len(kernel.inputs)} inputs, got {len(inputs)}")
-    _check_launch(kernel.name, launch)
-    exported = export(kernel, inputs, launch)
-    library = _kernel_library(kernel.name, exported, knobs.contract)
-    by_name = {name: _bytes(array) for name, array in zip(kernel.inputs, inputs, strict=True)}
+    _check_launch(kernel, launch)
+    function, text = _generated(kernel, inputs, launch)
+    library, names = _compiled(kernel.name, function, text, knobs.contract)
     outputs = {
-        name: np.empty(shape, _numpy_dtype(dtype))
+        name: np.empty(shape, np.uint16 if dtype == mx.bfloat16 else np.dtype(str(dtype).removeprefix("mlx.core.")))
         for name, shape, dtype in zip(kernel.outputs, launch.output_shapes, launch.output_dtypes, strict=True)
     }
-    floats = {
-        name
+    poison = {
+        name: _FLOAT_POISON if mx.issubdtype(dtype, mx.floating) else _INT_POISON
         for name, dtype in zip(kernel.outputs, launch.output_dtypes, strict=True)
-        if mx.issubdtype(dtype, mx.floating)
     }
-    shapes = {name: tuple(array.shape) for name, array in zip(kernel.inputs, inputs, strict=True)}
-    arguments = [_buffer_of(p.name, by_name, outputs, shapes) for p in exported.parameters if p.space is not None]
-    _run(kernel.name, exported, library, arguments, outputs, floats, launch, knobs)
+    arrays = outputs | {name: _host(array) for name, array in zip(kernel.inputs, inputs, strict=True)}
+    arrays |= {f"{name}_shape": np.array(array.shape, np.int32) for name, array in arrays.items()}
+    buffers = (_Buffer * len(names))(
+        *(
+            _Buffer(name.encode(), array.ctypes.data, array.nbytes, array.itemsize, poison.get(name, -1))
+            for name in names
+            for array in (arrays[name],)
+        )
+    )
+    with _RUNNING:
+        grid, order = (ctypes.c_uint32 * 3)(*launch.grid), ORDERS.index(knobs.order)
+        entry = ctypes.cast(library.emu_kernel, ctypes.c_void_p)
+        wrong = _runtime().emu_run(entry, buffers, len(names), grid, order, knobs.seed)
+    if wrong is not None:
+        raise KernelError(kernel.name, wrong.decode())
     for name, output in outputs.items():
         if name not in partial:
-            _check_written(kernel.name, name, output, name in floats)
+            _check_written(kernel.name, name, output, poison[name])
     return list(outputs.values())
 
 
@@ -182,194 +169,114 @@ class Emulated:
     partial: tuple[str, ...] = ()
 
     def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
-        results = emulate(kernel, inputs, launch, self.knobs, partial=self.partial)
-        return [_mx_array(host, dtype) for host, dtype in zip(results, launch.output_dtypes, strict=True)]
+        results = [mx.array(host) for host in emulate(kernel, inputs, launch, self.knobs, partial=self.partial)]
+        return [
+            made.view(dtype) if dtype == mx.bfloat16 else made
+            for made, dtype in zip(results, launch.output_dtypes, strict=True)
+        ]
 
 
-# ------------------------------------------------------------------------------------------------------------ arrays
-
-
-def _numpy_dtype(dtype: mx.Dtype) -> Any:
-    if dtype == mx.bfloat16:
-        return np.uint16
-    return np.dtype(str(dtype).removeprefix("mlx.core.").replace("bool_", "bool"))
-
-
-def _bytes(array: mx.array) -> NDArray[Any]:
+def _host(array: mx.array) -> NDArray[Any]:
     """A row contiguous copy; bfloat16 as uint16."""
     flat = mx.contiguous(array)
     return np.ascontiguousarray(np.array(flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat))
 
 
-def _mx_array(host: NDArray[Any], dtype: mx.Dtype) -> mx.array:
-    made = mx.array(host)
-    return made.view(mx.bfloat16) if dtype == mx.bfloat16 else made
+def _check_launch(kernel: MslKernel, launch: Launch) -> None:
+    """A simdgroup is a line of the threadgroup, threadgroups are whole, and every GPU has room for one."""
+    whole = all(size % group == 0 for size, group in zip(launch.grid, launch.threadgroup, strict=True))
+    if launch.threadgroup[0] != _LANES or np.prod(launch.threadgroup) > _MAX_THREADS or not whole:
+        raise KernelError(kernel.name, f"has threadgroups of {launch.threadgroup} in a grid of {launch.grid}")
 
 
-def _buffer_of(
-    name: str, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]], shapes: dict[str, tuple[int, ...]]
-) -> NDArray[Any]:
-    if name in inputs:
-        return inputs[name]
-    if name in outputs:
-        return outputs[name]
-    base, _, what = name.rpartition("_")
-    shape = shapes[base]
-    if what == "shape":
-        return np.array(shape, np.int32)
-    if what == "strides":
-        steps = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
-        return np.array(steps, np.int64)
-    return np.array(len(shape), np.int32)
-
-
-def _check_launch(kernel: str, launch: Launch) -> None:
-    if min(*launch.grid, *launch.threadgroup) < 1:
-        raise errors.LaunchError(
-            kernel, f"takes a grid and a threadgroup of at least 1, got {launch.grid}, {launch.threadgroup}"
-        )
-    if (threads := int(np.prod(launch.threadgroup))) > _MAX_THREADS:
-        raise errors.LaunchError(kernel, f"asks for {threads} threads in a threadgroup; Metal has {_MAX_THREADS}")
-
-
-def _check_written(kernel: str, name: str, output: NDArray[Any], is_float: bool) -> None:
+def _check_written(kernel: str, name: str, output: NDArray[Any], poison: int) -> None:
     """No element may hold the poison. Of integers only the wide ones are looked at: a byte 0xA5 can be a result."""
-    if output.itemsize == 1 or (not is_float and output.itemsize < 4):
-        return
-    bits = output.view(f"u{output.itemsize}") if output.ndim else output.reshape(1).view(f"u{output.itemsize}")
-    poison = int.from_bytes(bytes([0xFF if is_float else _INT_POISON]) * output.itemsize, "little")
-    where = np.argwhere(bits == poison)
-    if len(where):
-        index = ", ".join(str(int(i)) for i in where[0][: max(output.ndim, 1)])
-        raise errors.Uninitialised(
-            kernel,
-            f"leaves {name}[{index}] ({len(where)} of {output.size} elements) unwritten, or made of memory that "
-            "nobody wrote",
+    if output.itemsize >= (2 if poison == _FLOAT_POISON else 4):
+        elements = output.reshape(-1, 1).view(np.uint8)
+        places = np.flatnonzero((elements == poison).all(1))
+        if len(places):
+            left = f"leaves {name}[{places[0]}] ({len(places)} of {output.size} elements) unwritten"
+            raise KernelError(kernel, f"{left}, or made of memory that nobody wrote")
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+def _generated(kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[str, str]:
+    """The name of the function and the text that MLX would hand to Apple's compiler. No array is computed."""
+    found: list[list[Any]] = []
+
+    def record(event: dict[str, Any]) -> None:
+        if event.get("type") == "primitive" and event.get("name") == "CustomKernel":
+            found.append(event["arguments"])
+
+    try:
+        mx.export_function(
+            record,
+            lambda *arrays: OnMetal().run(kernel, arrays, launch),
+            *(mx.zeros(array.shape, array.dtype) for array in inputs),
         )
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise KernelError(kernel.name, f"is refused by MLX: {error}") from error
+    ((function, text, *_),) = found
+    return function, text
 
 
-# ----------------------------------------------------------------------------------------------------------- running
-
-
-def _run(
-    kernel: str,
-    exported: Exported,
-    library: _Library,
-    arguments: list[NDArray[Any]],
-    outputs: dict[str, NDArray[Any]],
-    floats: set[str],
-    launch: Launch,
-    knobs: Knobs,
-) -> None:
-    names = [p.name for p in exported.parameters if p.space is not None]
-    buffers = (_Buffer * len(arguments))(
-        *(
-            _Buffer(a.ctypes.data, a.nbytes, a.itemsize, name in outputs, poison, a.itemsize)
-            for name, a in zip(names, arguments, strict=True)
-            for poison in (0xFF if name in floats else _INT_POISON,)
-        )
-    )
-    grid = launch.grid
-    block = tuple(min(size, limit) for size, limit in zip(launch.threadgroup, grid, strict=True))  # as MLX does
-    report = _Report()
-    with _RUNNING:
-        _runtime().emu_run(
-            ctypes.cast(library.handle.emu_kernel, ctypes.c_void_p),
-            buffers,
-            len(arguments),
-            ctypes.byref(_Size(*grid)),
-            ctypes.byref(_Size(*block)),
-            ctypes.byref(_Knobs(ORDERS.index(knobs.order), knobs.guard == "front", knobs.seconds, knobs.seed)),
-            ctypes.byref(report),
-        )
-    if report.kind:
-        raise _error(kernel, exported, library, report, names, arguments)
-
-
-def _error(
-    kernel: str, exported: Exported, library: _Library, report: _Report, names: list[str], arguments: list[NDArray[Any]]
-) -> errors.KernelError:
-    lines = exported.text.splitlines()
-
-    def place(line: int, pc: int) -> str:
-        line = line or (library.line(pc) if pc else 0)
-        return f" at line {line} ({lines[line - 1].strip()})" if 0 < line <= len(lines) else ""
-
-    what = report.what.decode(errors="replace")
-    if report.buffer >= 0:
-        array = arguments[report.buffer]
-        what = what.replace("{buffer}", f"{names[report.buffer]}[{report.element}] of {array.size} elements")
-    what = what.replace("{at}", place(report.line, report.pc))
-    what = what.replace("{other_at}", place(report.other_line, report.other_pc))
-    what = what.replace("{other}", str(report.other_thread.tuple()))
-    threadgroup = report.threadgroup.tuple() if report.has_thread else None
-    thread = report.thread.tuple() if report.has_thread else None
-    return _ERRORS[report.kind](kernel, what, threadgroup, thread)
+def _translated(kernel: str, function: str, text: str) -> tuple[str, list[str]]:
+    """A C++ translation unit with the function ``emu_kernel``, and the names of its buffers."""
+    body, _, instantiation = text.partition("template [[host_name(")  # which names an attribute where C++ has none
+    arguments = re.search(rf"decltype\({function}(<.*>)\)", instantiation)
+    start = body.index(f"void {function}(")
+    values, names = [], []
+    for parameter in re.split(r",\s*(?=[^<>]*\[\[)", body[start : body.index(") {", start)]):
+        name, attribute = re.findall(r"(\w+) \[\[(\w+)", parameter)[0]
+        if attribute == "buffer":
+            space, type_, mark = re.findall(r"(device|constant) (\w+)([*&])", parameter)[0]
+            type_ = f"Constant<{type_}>" if (space, mark) == ("constant", "*") else type_
+            values.append(f"{'*' * (mark == '&')}static_cast<{type_}*>(buffers[{len(names)}])")
+            names.append(name)
+        elif attribute in _THREAD:
+            values.append(_THREAD[attribute])
+        else:
+            raise KernelError(kernel, f"uses the attribute {attribute}, which the emulator does not have")
+    body = re.sub(r"\bconstant (\w+)\*", r"Constant<\1>*", body)
+    call = f"{function}{arguments[1] if arguments else ''}({', '.join(values)})"
+    return (
+        f'#include "shim.h"\nnamespace metal {{ namespace text {{\n#line 1 "{kernel}.metal"\n{body}\n'
+        f'extern "C" void emu_kernel(void* const* buffers, uint x, uint y, uint z) {{ {call}; }}\n}}}}\n'
+    ), names
 
 
 # ---------------------------------------------------------------------------------------------------------- building
 
 
-class _Library:
-    """A compiled kernel."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.handle = ctypes.CDLL(str(path))
-        self._path = path
-        self._name = name
-
-    def line(self, pc: int) -> int:
-        """The line of the kernel's text at a return address, 0 when it is not known."""
-        base = _base_address(self._path)
-        tool = shutil.which("addr2line")
-        if base is None or tool is None:
-            return 0
-        done = subprocess.run(
-            [tool, "-i", "-e", str(self._path), hex(pc - base - 1)], capture_output=True, text=True, timeout=HUNG
-        )
-        for where in done.stdout.splitlines():  # the innermost inlined function first
-            if found := re.search(re.escape(f"{self._name}.metal:") + r"(\d+)", where):
-                return int(found.group(1))
-        return 0
-
-
-def _base_address(path: Path) -> int | None:
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        starts = [int(line.split("-")[0], 16) for line in maps if line.rstrip().endswith(str(path))]
-    return min(starts, default=None)
-
-
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     """The runtime, whose names the kernels' libraries are bound to."""
-    text = (_HERE / "runtime.cpp").read_text()
-    path = _build("runtime", text, ())
-    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    library.emu_run.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int, *[ctypes.c_void_p] * 4]
-    library.emu_run.restype = ctypes.c_int
+    library = ctypes.CDLL(str(_build("runtime", (_HERE / "runtime.cpp").read_text(), ())), mode=ctypes.RTLD_GLOBAL)
+    library.emu_run.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint32] * 2]
+    library.emu_run.restype = ctypes.c_char_p
     return library
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel_library(name: str, exported: Exported, contract: bool) -> _Library:
-    for number, line in enumerate(exported.text.splitlines(), start=1):
-        if word := _FORBIDDEN.search(line.partition("//")[0]):
-            raise errors.ForbiddenError(
-                name, f"uses {word.group()}, which Metal does not have (line {number}: {line.strip()})"
-            )
+def _compiled(kernel: str, function: str, text: str, contract: bool) -> tuple[ctypes.CDLL, list[str]]:
+    """The library of a kernel, and the names of its buffers."""
     _runtime()  # before anything that needs its symbols
+    unit, names = _translated(kernel, function, text)
     flags = (*_KERNEL, f"-ffp-contract={'fast' if contract else 'off'}")
-    return _Library(_build(name, translate(name, exported), flags), name)
+    return ctypes.CDLL(str(_build(kernel, unit, flags))), names
 
 
 def _build(name: str, text: str, flags: tuple[str, ...]) -> Path:
     """The library of this text, from the cache or freshly built.
 
-    Raises: CompileError with the first of the compiler's errors.
+    Raises: KernelError with the first of the compiler's errors.
     """
-    command = ["g++", *_COMMON, _machine(), *flags]
-    digest = hashlib.sha256("\0".join([*command, _compiler(), _headers(), _processor(), text]).encode())
-    target = _cache() / f"{name}-{digest.hexdigest()[:24]}.so"
+    machine = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    command = ["g++", *_COMMON, machine, *flags]
+    key = "\0".join([*command, _compiler(), (_HERE / "shim.h").read_text(), _processor(), text])
+    target = _cache() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
@@ -379,33 +286,18 @@ def _build(name: str, text: str, flags: tuple[str, ...]) -> Path:
             [*command, f"-I{_HERE}", str(source), "-o", str(library)], capture_output=True, text=True, timeout=HUNG
         )
         if done.returncode:
-            raise errors.CompileError(name, f"does not compile:\n{_first_error(done.stderr)}")
+            first = done.stderr[done.stderr.find("error:") :][:2000]
+            raise KernelError(name, f"does not compile:\n{first}")
         os.replace(library, target)  # atomic: another process sees no library or a whole one
     return target
-
-
-def _first_error(output: str) -> str:
-    lines = output.splitlines()
-    for i, line in enumerate(lines):
-        if "error:" in line:
-            return "\n".join(lines[i : i + 8])
-    return output[-2000:]
 
 
 def _cache() -> Path:
     folder = Path(tempfile.gettempdir(), f"specdec-metal-emulator-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise errors.EmulatorUnavailable(f"{folder} belongs to another user")
+        raise PermissionError(f"{folder} belongs to another user")
     return folder
-
-
-def _machine() -> str:
-    return "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-
-
-def _fuses() -> bool:
-    return platform.machine() in ("arm64", "aarch64") or bool(re.search(r"\bfma\b", _processor()))
 
 
 @functools.cache
@@ -414,15 +306,6 @@ def _compiler() -> str:
 
 
 @functools.cache
-def _headers() -> str:
-    return (_HERE / "shim.h").read_text() + (_HERE / "runtime.h").read_text()
-
-
-@functools.cache
 def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return platform.processor()
-    wanted = ("flags", "Features", "model name")
-    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)}))
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))

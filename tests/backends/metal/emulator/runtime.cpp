@@ -1,495 +1,259 @@
-// Runs a kernel: guarded buffers, one fiber per thread, and the meetings of lanes.
-#include "runtime.h"
-
+// Runs a kernel: guarded buffers, and one fiber per lane of a simdgroup, one simdgroup after the other.
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <pthread.h>
 #include <sys/mman.h>
-#include <sys/time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <vector>
 
-// ucontext saves the signal mask with a system call at every switch; x86-64 has a switch of its own
-#if defined(__x86_64__) && !defined(EMU_UCONTEXT)
-#define EMU_OWN_SWITCH 1
-#else
-#define EMU_OWN_SWITCH 0
-#endif
+extern "C" {
+struct Buffer {  // as in driver.py
+  const char* name;
+  void* host;  // copied in (inputs) or out (outputs)
+  uint64_t bytes;
+  uint32_t item;   // bytes of an element
+  int32_t poison;  // the byte that an output is filled with; -1: an input
+};
+typedef void (*Entry)(void* const* buffers, uint32_t x, uint32_t y, uint32_t z);
 
-using namespace emu;
-
-emu::Thread* emu_thread = nullptr;
-emu::Knobs emu_knobs;
+uint64_t emu_shuffle(uint64_t value, uint32_t mask, int line);
+const char* emu_run(Entry entry, const Buffer* buffers, int count, const uint32_t* grid, uint32_t order, uint32_t seed);
+}
 
 namespace {
 
+constexpr unsigned LANES = 32;
 constexpr size_t STACK = 128 * 1024;
-constexpr size_t RESERVE = 1 << 20;  // of unmapped addresses on both sides of a buffer
+constexpr size_t RESERVE = 1 << 20;    // of unmapped addresses on both sides of a buffer
 constexpr unsigned char GUARD = 0xFF;  // NaN in every float type
-
-size_t page() {
-  static const size_t bytes = size_t(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-size_t whole_pages(size_t bytes) { return (bytes + page() - 1) / page() * page(); }
+const size_t PAGE = size_t(sysconf(_SC_PAGESIZE));
 
 // ---------------------------------------------------------------------------------------------------------- fibers
 
-enum class State : uint8_t { READY, COLLECTIVE, DONE };
-
 struct Fiber {
-  Thread thread;
-  State state;
-  const char* kind;  // what it waits in
-  int line;
-#if EMU_OWN_SWITCH
-  void* stack_pointer;
-#else
+  uint32_t x, y, z;  // in the grid
+  uint64_t value;    // that it shows to the lane that it meets
+  int line;          // of the kernel's text, where it waits; 0: it has returned
+  bool started;
   ucontext_t context;
-#endif
+  jmp_buf place;
 };
 
-Fiber* fibers = nullptr;
+Fiber fibers[LANES];
 Fiber* running = nullptr;
+uint64_t shown[LANES];  // the values of the latest meeting
+jmp_buf scheduler;
 char* stacks = nullptr;
-Simdgroup simdgroups[MAX_THREADS / LANES];
 Entry entry_point;
-void* const* arguments;
-unsigned live_threads;
+std::vector<void*> arguments;
 
-#if EMU_OWN_SWITCH
-void* scheduler_pointer;
-extern "C" void emu_switch(void** save, void* load);
-// Callee-saved registers only: a call has saved the rest. The rounding mode never changes.
-asm(R"(
-.text
-.type emu_switch,@function
-emu_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emu_switch,.-emu_switch
-)");
-void to_scheduler() { emu_switch(&running->stack_pointer, scheduler_pointer); }
-void to_fiber(Fiber& fiber) { emu_switch(&scheduler_pointer, fiber.stack_pointer); }
-#else
-ucontext_t scheduler_context;
-void to_scheduler() { swapcontext(&running->context, &scheduler_context); }
-void to_fiber(Fiber& fiber) { swapcontext(&scheduler_context, &fiber.context); }
-#endif
-
-void fiber_main() {
-  entry_point(arguments, running->thread);
-  running->state = State::DONE;
-  to_scheduler();
-  abort();  // a finished fiber is not resumed
-}
-
-void prepare(Fiber& fiber, size_t index) {
-  char* stack = stacks + index * STACK;
-#if EMU_OWN_SWITCH
-  void** top = reinterpret_cast<void**>(stack + STACK) - 1;
-  *top = nullptr;  // the return address of fiber_main, 8 bytes off a multiple of 16 as after any call
-  *--top = reinterpret_cast<void*>(fiber_main);
-  fiber.stack_pointer = top - 6;
-#else
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = stack + page();
-  fiber.context.uc_stack.ss_size = STACK - page();
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, fiber_main, 0);
-#endif
-}
-
-bool make_stacks() {
-  if (stacks) return true;
-  void* made = mmap(nullptr, MAX_THREADS * STACK, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
-  if (made == MAP_FAILED) return false;
-  stacks = static_cast<char*>(made);
-  for (unsigned i = 0; i < MAX_THREADS; ++i) mprotect(stacks + i * STACK, page(), PROT_NONE);
-  fibers = new Fiber[MAX_THREADS];
-  return true;
-}
-
-// ---------------------------------------------------------------------------------------------------------- reports
-
-Report* report;
+char message[512];
 sigjmp_buf escape;
 
-void blame(const Fiber& fiber) {
-  report->has_thread = 1;
-  report->threadgroup = fiber.thread.threadgroup_position;
-  report->thread = fiber.thread.position_in_threadgroup;
-}
-
-void blame_other(const Fiber& fiber) {
-  report->has_other = 1;
-  report->other_thread = fiber.thread.position_in_threadgroup;
-}
-
-void describe(Kind kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
-void describe(Kind kind, const char* format, ...) {
+// Report what a thread, or with none the launch, did.
+__attribute__((format(printf, 2, 3))) [[noreturn]] void fail(const Fiber* thread, const char* format, ...) {
+  int at = 0;
+  if (thread) at = snprintf(message, sizeof message, "thread (%u, %u, %u) ", thread->x, thread->y, thread->z);
   va_list list;
   va_start(list, format);
-  report->kind = kind;
-  vsnprintf(report->what, sizeof report->what, format, list);
+  vsnprintf(message + at, sizeof message - size_t(at), format, list);
   va_end(list);
+  for (Fiber& fiber : fibers) fiber.started = false;  // they stand anywhere
+  running = nullptr;
+  siglongjmp(escape, 1);
 }
 
-[[noreturn]] void leave() { siglongjmp(escape, 1); }
+// ucontext starts a fiber; it would save the signal mask with a system call at every later switch.
+__attribute__((noinline)) void to_scheduler() {
+  if (!_setjmp(running->place)) _longjmp(scheduler, 1);
+}
+
+void fiber_main() {
+  for (;;) {
+    entry_point(arguments.data(), running->x, running->y, running->z);
+    running->line = 0;
+    to_scheduler();
+  }
+}
+
+__attribute__((noinline)) void to_fiber(Fiber& fiber) {
+  running = &fiber;
+  if (!_setjmp(scheduler)) {
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = stacks + size_t(&fiber - fibers) * STACK + PAGE;
+    fiber.context.uc_stack.ss_size = STACK - PAGE;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+    setcontext(&fiber.context);
+  }
+  running = nullptr;
+}
+
+void make_stacks() {
+  if (stacks) return;
+  void* made = mmap(nullptr, LANES * STACK, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+  if (made == MAP_FAILED) fail(nullptr, "cannot be given its stacks");
+  stacks = static_cast<char*>(made);
+  for (unsigned i = 0; i < LANES; ++i) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
+}
 
 // ---------------------------------------------------------------------------------------------------------- buffers
 
 struct Mapping {
-  char* base = nullptr;    // of the whole reservation
+  Buffer buffer;
+  char* base = nullptr;  // of the whole reservation
   size_t reserved = 0;
-  char* open = nullptr;    // the pages that can be read
-  size_t open_bytes = 0;
+  char* open = nullptr;  // the pages that can be read
   char* data = nullptr;
-  size_t bytes = 0;
-  bool written = false;
-  size_t item = 1;
 
-  // The data end right before unmapped memory, or begin right behind it; what is left of their pages is guard bytes.
-  bool make(const Buffer& buffer, bool front) {
-    bytes = buffer.bytes;
-    written = buffer.written;
-    item = buffer.item;
-    size_t kept = (bytes + buffer.align - 1) / buffer.align * buffer.align;
-    open_bytes = whole_pages(std::max<size_t>(kept, 1));
+  // The data end right before unmapped memory; what is left of their pages holds guard bytes.
+  void make(const Buffer& given) {
+    buffer = given;
+    size_t kept = (buffer.bytes + buffer.item - 1) / buffer.item * buffer.item;
+    size_t open_bytes = (std::max<size_t>(kept, 1) + PAGE - 1) / PAGE * PAGE;
     reserved = open_bytes + 2 * RESERVE;
     void* made = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (made == MAP_FAILED) return false;
+    if (made == MAP_FAILED) fail(nullptr, "cannot be given its buffers");
     base = static_cast<char*>(made);
     open = base + RESERVE;
-    if (mprotect(open, open_bytes, PROT_READ | PROT_WRITE)) return false;
-    data = front ? open : open + open_bytes - kept;
+    data = open + open_bytes - kept;
+    mprotect(open, open_bytes, PROT_READ | PROT_WRITE);
     memset(open, GUARD, open_bytes);
-    if (written)
-      memset(data, int(buffer.poison), bytes);
-    else
-      memcpy(data, buffer.host, bytes);
-    return written || !mprotect(open, open_bytes, PROT_READ);
+    if (buffer.poison < 0) {
+      memcpy(data, buffer.host, buffer.bytes);
+      mprotect(open, open_bytes, PROT_READ);
+    } else {
+      memset(data, buffer.poison, buffer.bytes);
+    }
   }
 
-  // The first damaged guard byte, as an offset from the data, or 0 when all are whole (0 is a byte of the data).
-  int64_t damage() const {
-    for (const char* at = data + bytes; at < open + open_bytes; ++at)
-      if (static_cast<unsigned char>(*at) != GUARD) return at - data;
+  long element(const char* at) const {
+    long item = long(buffer.item), offset = at - data;
+    return offset >= 0 ? offset / item : -((item - 1 - offset) / item);
+  }
+
+  // Copy an output to the host, after a look at its guard bytes. Inputs cannot be written at all.
+  void finish() const {
+    if (buffer.poison < 0) return;
     for (const char* at = data; at-- > open;)
-      if (static_cast<unsigned char>(*at) != GUARD) return at - data;
-    return 0;
-  }
-
-  void drop() {
-    if (base) munmap(base, reserved);
-    base = nullptr;
+      if (static_cast<unsigned char>(*at) != GUARD)
+        fail(nullptr, "writes %s[%ld] of %zu elements", buffer.name, element(at), size_t(buffer.bytes / buffer.item));
+    memcpy(buffer.host, data, buffer.bytes);
   }
 };
 
 std::vector<Mapping> mappings;
 
-int64_t element_of(const Mapping& m, int64_t offset) {
-  int64_t item = int64_t(m.item);
-  return offset >= 0 ? offset / item : -((-offset + item - 1) / item);
-}
-
 // ---------------------------------------------------------------------------------------------------------- signals
 
-struct sigaction old_segv, old_bus, old_timer;
-pthread_t runner;
-char* signal_stack = nullptr;
-constexpr size_t SIGNAL_STACK = 64 * 1024;
+constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL};
+struct sigaction old_actions[3];
 
-void on_fault(int number, siginfo_t* info, void* context) {
-  if (!running) {  // not a kernel's: hand it to whoever was there
-    sigaction(SIGSEGV, &old_segv, nullptr);
-    sigaction(SIGBUS, &old_bus, nullptr);
-    return;
-  }
-  auto* machine = static_cast<ucontext_t*>(context);
-  const char* does = "reads or writes";
-#if defined(__x86_64__)
-  report->pc = uint64_t(machine->uc_mcontext.gregs[REG_RIP]) + 1;  // like a return address: one past
-  does = machine->uc_mcontext.gregs[REG_ERR] & 2 ? "writes" : "reads";
-#elif defined(__aarch64__)
-  report->pc = uint64_t(machine->uc_mcontext.pc) + 1;
-#endif
-  (void)machine;
-  (void)number;
-  blame(*running);
-  auto at = static_cast<const char*>(info->si_addr);
-  for (size_t i = 0; i < mappings.size(); ++i) {
-    const Mapping& m = mappings[i];
-    if (at < m.base || at >= m.base + m.reserved) continue;
-    report->buffer = int(i);
-    report->element = element_of(m, at - m.data);
-    bool in_data = at >= m.data && at < m.data + m.bytes;
-    describe(OUT_OF_BOUNDS, in_data ? "writes the input {buffer}{at}" : "%s {buffer}{at}", does);
-    leave();
-  }
-  if (stacks && at >= stacks && at < stacks + MAX_THREADS * STACK)
-    describe(RESOURCES, "uses more than %zu bytes of stack{at}", STACK - page());
-  else
-    describe(FAULT, "%s an address that belongs to no buffer{at}", does);
-  leave();
+void restore_signals() {
+  for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &old_actions[i], nullptr);
 }
 
-void on_timer(int, siginfo_t*, void*) {
-  if (!pthread_equal(pthread_self(), runner)) {
-    pthread_kill(runner, SIGVTALRM);
-  } else if (running) {  // else between two threads; the timer comes again
-    blame(*running);
-    describe(ENDLESS, "still runs after %u s of processor time", emu_knobs.seconds);
-    leave();
+void on_fault(int number, siginfo_t* info, void* context) {
+  if (!running) return restore_signals();  // not a kernel's: it comes again, for whoever was there
+  if (number == SIGILL) fail(running, "computes, converts or indexes what has no defined result");
+  const char* does = "reads or writes";
+#if defined(__x86_64__)
+  does = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2 ? "writes" : "reads";
+#endif
+  (void)context;
+  auto at = static_cast<const char*>(info->si_addr);
+  for (const Mapping& m : mappings) {
+    if (at < m.base || at >= m.base + m.reserved) continue;
+    bool input = at >= m.data && at < m.data + m.buffer.bytes;
+    fail(running, "%s %s%s[%ld] of %zu elements", input ? "writes" : does, input ? "the input " : "", m.buffer.name,
+         m.element(at), size_t(m.buffer.bytes / m.buffer.item));
   }
+  fail(running, "%s an address that belongs to no buffer", does);
 }
 
 // -------------------------------------------------------------------------------------------------------- scheduler
 
-// Nobody can go on: name two threads that wait for each other.
-[[noreturn]] void stuck() {
-  const Fiber* first = nullptr;
-  for (unsigned i = 0; i < live_threads && !first; ++i)
-    if (fibers[i].state != State::DONE) first = &fibers[i];
-  unsigned from = first->thread.simdgroup_index * LANES, to = std::min(from + LANES, live_threads);
-  const Fiber* second = nullptr;
-  for (unsigned i = from; i < to && !second; ++i)
-    if (&fibers[i] != first && (fibers[i].state != first->state || fibers[i].line != first->line)) second = &fibers[i];
-  if (!second) second = first;
-  blame(*first);
-  blame_other(*second);
-  report->line = first->line;
-  bool done = second->state == State::DONE;
-  report->other_line = done ? 0 : second->line;
-  describe(DIVERGENCE, "waits in %s{at}, and thread {other} %s%s{other_at}: not all threads of the simdgroup reach the same one",
-           first->kind, done ? "" : "waits in ", done ? "has returned" : second->kind);
-  leave();
-}
-
-void check_guards(const Fiber* fiber) {
-  for (size_t i = 0; i < mappings.size(); ++i) {
-    if (!mappings[i].written) continue;  // cannot be written at all
-    int64_t offset = mappings[i].damage();
-    if (!offset) continue;
-    if (fiber) blame(*fiber);
-    report->buffer = int(i);
-    report->element = element_of(mappings[i], offset);
-    describe(OUT_OF_BOUNDS, "writes {buffer}");
-    leave();
-  }
-}
-
-uint32_t product(const Size& size) { return size.x * size.y * size.z; }
-
-void run_threadgroup(const Size& grid, const Size& block, const Size& at, std::mt19937& random, bool check_slices) {
-  Size blocks{(grid.x + block.x - 1) / block.x, (grid.y + block.y - 1) / block.y, (grid.z + block.z - 1) / block.z};
-  Size size{std::min(block.x, grid.x - at.x * block.x), std::min(block.y, grid.y - at.y * block.y),
-            std::min(block.z, grid.z - at.z * block.z)};
-  live_threads = product(size);
-  unsigned groups = (live_threads + LANES - 1) / LANES;
-  for (unsigned g = 0; g < groups; ++g) {
-    simdgroups[g].lanes = std::min(LANES, live_threads - g * LANES);
-    simdgroups[g].arrived = 0;
-  }
-  for (unsigned i = 0; i < live_threads; ++i) {
-    Thread& t = fibers[i].thread;
-    Size p{i % size.x, i / size.x % size.y, i / (size.x * size.y)};
-    t.position_in_threadgroup = p;
-    t.threadgroup_position = at;
-    t.position_in_grid = {at.x * block.x + p.x, at.y * block.y + p.y, at.z * block.z + p.z};
-    t.threads_per_grid = grid;
-    t.threadgroups_per_grid = blocks;
-    t.threads_per_threadgroup = size;
-    t.dispatched_per_threadgroup = block;
-    t.index_in_threadgroup = i;
-    t.index_in_simdgroup = i % LANES;
-    t.simdgroup_index = i / LANES;
-    t.simdgroups_per_threadgroup = groups;
-    t.simdgroup = &simdgroups[i / LANES];
-    fibers[i].state = State::READY;
-    fibers[i].kind = "";
-    fibers[i].line = 0;
-    prepare(fibers[i], i);
-  }
-  static std::vector<unsigned> order;  // static, as an error leaves without destructors
-  order.resize(live_threads);
-  for (unsigned i = 0; i < live_threads; ++i) order[i] = emu_knobs.order == 1 ? live_threads - 1 - i : i;
-  unsigned done = 0;
-  while (done < live_threads) {
-    if (emu_knobs.order == 2) std::shuffle(order.begin(), order.end(), random);
-    bool ran = false;
-    for (unsigned i : order) {
-      Fiber& fiber = fibers[i];
-      if (fiber.state != State::READY) continue;
-      ran = true;
-      running = &fiber;
-      emu_thread = &fiber.thread;
-      to_fiber(fiber);
-      running = nullptr;
-      if (fiber.state == State::DONE) ++done;
-      if (check_slices) check_guards(&fiber);
+// Every lane runs until it waits for the others or has returned; then all must be at the same place.
+void run_simdgroup(std::vector<unsigned>& lanes, std::mt19937* random) {
+  do {
+    if (random) std::shuffle(lanes.begin(), lanes.end(), *random);
+    for (unsigned lane : lanes) to_fiber(fibers[lane]);
+    for (unsigned i = 0; i < LANES; ++i) {
+      const Fiber &one = fibers[i], &other = fibers[(i + 1) % LANES];
+      shown[i] = one.value;
+      if (one.line == other.line || !one.line) continue;
+      const char* where = other.line ? "waits at another line" : "has returned";
+      fail(&one, "waits in simd_shuffle_xor at line %d, and thread (%u, %u, %u) %s", one.line, other.x, other.y,
+           other.z, where);
     }
-    if (!ran) stuck();
+  } while (fibers[0].line);
+}
+
+void launch(const Buffer* buffers, int count, const uint32_t* grid, uint32_t order, uint32_t seed) {
+  make_stacks();
+  mappings.resize(size_t(count));
+  arguments.clear();
+  for (int i = 0; i < count; ++i) {
+    mappings[size_t(i)].make(buffers[i]);
+    arguments.push_back(mappings[size_t(i)].data);
   }
+  static std::mt19937 random;  // static, as an error leaves without destructors
+  static std::vector<unsigned> lanes, groups;
+  random.seed(seed);
+  lanes.resize(LANES);
+  groups.resize(size_t(grid[0] / LANES) * grid[1] * grid[2]);
+  for (auto* turns : {&lanes, &groups}) {
+    std::iota(turns->begin(), turns->end(), 0);
+    if (order == 1) std::reverse(turns->begin(), turns->end());
+    if (order == 2) std::shuffle(turns->begin(), turns->end(), random);
+  }
+  for (unsigned group : groups) {
+    unsigned across = grid[0] / LANES, x = group % across, y = group / across % grid[1], z = group / across / grid[1];
+    for (unsigned i = 0; i < LANES; ++i) fibers[i].x = x * LANES + i, fibers[i].y = y, fibers[i].z = z;
+    run_simdgroup(lanes, order == 2 ? &random : nullptr);
+  }
+  for (const Mapping& mapping : mappings) mapping.finish();
 }
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------- called by the kernel
-
-bool emu_arrive(const char* kind, int line) {
-  Fiber& me = *running;
-  Simdgroup& group = *me.thread.simdgroup;
-  me.kind = kind;
-  me.line = line;
-  if (++group.arrived < group.lanes) {
-    me.state = State::COLLECTIVE;
-    to_scheduler();
-    return false;
-  }
-  Fiber* first = &fibers[me.thread.simdgroup_index * LANES];
-  for (unsigned i = 0; i < group.lanes; ++i) {
-    if (first[i].line == line && !strcmp(first[i].kind, kind)) continue;
-    blame(me);
-    blame_other(first[i]);
-    report->line = line;
-    report->other_line = first[i].line;
-    describe(DIVERGENCE, "is in %s{at}, and thread {other} of the same simdgroup in %s{other_at}", kind, first[i].kind);
-    leave();
-  }
-  return true;
+// Called by a kernel: the value of the lane whose number differs by the bits of the mask.
+uint64_t emu_shuffle(uint64_t value, uint32_t mask, int line) {
+  running->value = value;
+  running->line = line;
+  to_scheduler();
+  return shown[(unsigned(running - fibers) ^ mask) % LANES];
 }
 
-void emu_release() {
-  Fiber& me = *running;
-  Simdgroup& group = *me.thread.simdgroup;
-  Fiber* first = &fibers[me.thread.simdgroup_index * LANES];
-  group.arrived = 0;
-  for (unsigned i = 0; i < group.lanes; ++i) first[i].state = State::READY;
-}
-
-// Kernels are compiled with -fsanitize=undefined for the checks below; their handlers are these, not libubsan's.
-namespace {
-[[noreturn]] void undefined(const char* what, uint64_t pc) {
-  blame(*running);
-  report->pc = pc;
-  describe(ARITHMETIC, "%s{at}", what);
-  leave();
-}
-}  // namespace
-
-#define HANDLER(name, what, ...)                                              \
-  extern "C" void __ubsan_handle_##name##_abort(const void*, ##__VA_ARGS__) { \
-    undefined(what, uint64_t(__builtin_return_address(0)));                   \
-  }
-HANDLER(divrem_overflow, "divides an integer by zero", void*, void*)
-HANDLER(shift_out_of_bounds, "shifts an integer by more bits than it has", void*, void*)
-HANDLER(add_overflow, "overflows a signed integer in an addition", void*, void*)
-HANDLER(sub_overflow, "overflows a signed integer in a subtraction", void*, void*)
-HANDLER(mul_overflow, "overflows a signed integer in a multiplication", void*, void*)
-HANDLER(negate_overflow, "overflows a signed integer in a negation", void*)
-HANDLER(float_cast_overflow, "converts a float to an integer that cannot hold it", void*)
-HANDLER(type_mismatch_v1, "uses a pointer that is null or not aligned for its type", void*)
-
-extern "C" void __ubsan_handle_out_of_bounds_abort(const void*, void* index) {
-  blame(*running);
-  report->pc = uint64_t(__builtin_return_address(0));
-  describe(OUT_OF_BOUNDS, "indexes an array with %ld, outside its bounds{at}", long(intptr_t(index)));
-  leave();
-}
-
-// ------------------------------------------------------------------------------------------------------- the launch
-
-static int launch(Entry entry, Buffer* buffers, int count, const Size& grid, const Size& block, bool front,
-                  bool check_slices) {
-  mappings.assign(size_t(count), Mapping());
-  std::vector<void*> data;
-  running = nullptr;
-  bool made = make_stacks();
-  for (int i = 0; made && i < count; ++i) {
-    made = mappings[size_t(i)].make(buffers[i], front);
-    data.push_back(mappings[size_t(i)].data);
-  }
-  entry_point = entry;
-  arguments = data.data();
-  if (!made) {
-    describe(FAULT, "cannot be given its buffers: out of memory or of mappings");
-  } else if (!sigsetjmp(escape, 1)) {
-    std::mt19937 random(emu_knobs.seed);
-    Size blocks{(grid.x + block.x - 1) / block.x, (grid.y + block.y - 1) / block.y, (grid.z + block.z - 1) / block.z};
-    std::vector<uint32_t> order(product(blocks));
-    for (uint32_t i = 0; i < order.size(); ++i) order[i] = emu_knobs.order == 1 ? uint32_t(order.size()) - 1 - i : i;
-    if (emu_knobs.order == 2) std::shuffle(order.begin(), order.end(), random);
-    for (uint32_t i : order)
-      run_threadgroup(grid, block, {i % blocks.x, i / blocks.x % blocks.y, i / (blocks.x * blocks.y)}, random,
-                      check_slices);
-    check_guards(nullptr);
-    for (int i = 0; i < count; ++i)
-      if (buffers[i].written && buffers[i].bytes) memcpy(buffers[i].host, mappings[size_t(i)].data, buffers[i].bytes);
-  }
-  running = nullptr;
-  for (Mapping& mapping : mappings) mapping.drop();
-  mappings.clear();
-  return int(report->kind);
-}
-
-int emu_run(Entry entry, Buffer* buffers, int count, const Size* grid, const Size* block, const Knobs* knobs,
-            Report* out) {
-  report = out;
-  memset(report, 0, sizeof *report);
-  report->buffer = -1;
-  emu_knobs = *knobs;
-  if (!signal_stack) signal_stack = static_cast<char*>(malloc(SIGNAL_STACK));
+// What went wrong, or null.
+const char* emu_run(Entry entry, const Buffer* buffers, int count, const uint32_t* grid, uint32_t order, uint32_t seed) {
+  static char signal_stack[64 * 1024];
   stack_t ours{}, old{};
   ours.ss_sp = signal_stack;
-  ours.ss_size = SIGNAL_STACK;
+  ours.ss_size = sizeof signal_stack;
   sigaltstack(&ours, &old);
   struct sigaction action {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigemptyset(&action.sa_mask);
-  sigaction(SIGSEGV, &action, &old_segv);
-  sigaction(SIGBUS, &action, &old_bus);
-  action.sa_sigaction = on_timer;
-  sigaction(SIGVTALRM, &action, &old_timer);
-  runner = pthread_self();
-  itimerval limit{{1, 0}, {long(knobs->seconds), 0}}, old_limit{};
-  setitimer(ITIMER_VIRTUAL, &limit, &old_limit);
-  launch(entry, buffers, count, *grid, *block, knobs->front, false);
-  if (report->kind == OUT_OF_BOUNDS && !report->has_thread) {
-    // guard bytes were damaged: once more with unmapped memory on that side, looking after every step of every thread
-    Report found = *report;
-    memset(report, 0, sizeof *report);
-    report->buffer = -1;
-    launch(entry, buffers, count, *grid, *block, found.element < 0, true);
-    if (!report->kind) *report = found;
-  }
-  setitimer(ITIMER_VIRTUAL, &old_limit, nullptr);
-  sigaction(SIGVTALRM, &old_timer, nullptr);
-  sigaction(SIGSEGV, &old_segv, nullptr);
-  sigaction(SIGBUS, &old_bus, nullptr);
+  for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &action, &old_actions[i]);
+  message[0] = 0;
+  entry_point = entry;
+  if (!sigsetjmp(escape, 1)) launch(buffers, count, grid, order, seed);
+  for (Mapping& mapping : mappings)
+    if (mapping.base) munmap(mapping.base, mapping.reserved);
+  mappings.clear();
+  restore_signals();
   sigaltstack(&old, nullptr);
-  return int(report->kind);
+  return message[0] ? message : nullptr;
 }

@@ -7,7 +7,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "runtime.h"
+// the value of the lane whose number differs by the bits of the mask; waits until all lanes are here
+extern "C" uint64_t emu_shuffle(uint64_t value, uint32_t mask, int line);
 
 #define METAL_FUNC inline __attribute__((always_inline))
 #define EMU_ALWAYS inline __attribute__((always_inline))
@@ -225,45 +226,20 @@ EMU_NUMBER(uint, EMU_LESS)
 
 // ---------------------------------------------------------------------------------------------- meetings of lanes
 
-// All lanes meet; the last one fills results[lane] for each of `lanes` lanes. Lanes that do not exist have poison.
-template <class T, class Resolve>
-inline T emu_collective(const char* kind, int line, T value, uint argument, Resolve resolve) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= emu::VALUE_BYTES);
-  emu::Simdgroup& group = *emu_thread->simdgroup;
-  uint lane = emu_thread->index_in_simdgroup;
-  __builtin_memcpy(group.value[lane], &value, sizeof(T));
-  group.argument[lane] = argument;
-  if (emu_arrive(kind, line)) {
-    T values[emu::LANES], results[emu::LANES];
-    for (uint i = 0; i < emu::LANES; ++i) {
-      if (i < group.lanes)
-        __builtin_memcpy(&values[i], group.value[i], sizeof(T));
-      else
-        __builtin_memset(static_cast<void*>(&values[i]), 0xFF, sizeof(T));
-    }
-    resolve(values, results, group);
-    for (uint i = 0; i < group.lanes; ++i) __builtin_memcpy(group.result[i], &results[i], sizeof(T));
-    emu_release();
-  }
-  T result;
-  __builtin_memcpy(&result, group.result[lane], sizeof(T));
-  return result;
-}
-
 template <class A>
 inline auto simd_shuffle_xor(const A& value, ushort mask, int line = __builtin_LINE()) {
-  typedef decltype(emu_get(value)) T;
-  return emu_collective<T>("simd_shuffle_xor", line, value, mask, [](T* v, T* r, emu::Simdgroup& g) {
-    for (uint lane = 0; lane < g.lanes; ++lane) {
-      const uint at = lane ^ g.argument[lane];
-      if (at < g.lanes)
-        r[lane] = v[at];
-      else  // a source that is not there gives poison
-        __builtin_memset(static_cast<void*>(&r[lane]), 0xFF, sizeof(T));
-    }
-  });
+  const auto mine = emu_get(value);
+  auto theirs = mine;
+  uint64_t bits = 0;
+  static_assert(std::is_trivially_copyable_v<decltype(theirs)> && sizeof mine <= sizeof bits);
+  __builtin_memcpy(&bits, &mine, sizeof mine);
+  bits = emu_shuffle(bits, mask, line);
+  __builtin_memcpy(&theirs, &bits, sizeof theirs);
+  return theirs;
 }
 
-EMU_ALWAYS uint3 emu_uint3(const emu::Size& size) { return {size.x, size.y, size.z}; }
-
 }  // namespace metal
+
+#define device  // an address space: one memory here
+// what Metal leaves out of C++ (specification, section 1.5.4), and what is not emulated
+#pragma GCC poison double virtual new delete goto try catch throw dynamic_cast typeid thread_local asm std threadgroup
