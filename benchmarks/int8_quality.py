@@ -1,6 +1,6 @@
 """What int8 activations cost in quality: perplexity, and how far the distributions move, on a text file.
 
-    python -m benchmarks.int8_quality FILE.gguf --text wikitext2_test.txt [--tokens 4096] [--window 512]
+    python -m benchmarks.int8_quality --model FILE.gguf --text wikitext2_test.txt [--tokens 4096] [--window 512]
         [--peer PYTHON] [--json FILE]
 
 The text is cut into windows, of which every token but the first is predicted from those before it. Each arm is a dtype
@@ -10,18 +10,16 @@ nats) and how often both have the same best token. ``--peer`` adds llama.cpp, as
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import specdec
-from benchmarks.common import Worker, llama_cpp, machine, save
+from benchmarks.common import Worker, arguments, llama_cpp, save
 
 ARMS = {"float32": ("float32", "float"), "bfloat16": ("bfloat16", "float")}
 ARMS |= {f"{dtype}, int8 activations": (dtype, "int8") for dtype in ARMS}
@@ -47,24 +45,16 @@ def theirs(peer: Worker, model: str, tokens: list[int]) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--peer", type=Path, metavar="PYTHON")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    options.machine = machine()
+    options = arguments(__doc__, model=None, text=None, tokens=4096, window=512, peer=None)
     models = {
-        name: specdec.load(options.model, drafter="none", dtype=dtype, activations=activations)
+        name: specdec.load(str(options.model), drafter="none", dtype=dtype, activations=activations)
         for name, (dtype, activations) in ARMS.items()
     }
     arms: dict[str, Callable[[list[int]], torch.Tensor]] = {
         name: functools.partial(log_probs, model.target) for name, model in models.items()
     }
     if options.peer:
-        arms["llama.cpp"] = functools.partial(theirs, llama_cpp(options.peer, options.window), options.model)
+        arms["llama.cpp"] = functools.partial(theirs, llama_cpp(options.peer, options.window), str(options.model))
     tokens = models["float32"].tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in arms}
     predicted = 0
@@ -91,7 +81,7 @@ def main() -> None:
         }
         for name, (loss, off, same) in sums.items()
     }
-    save({"model": options.model, "tokens": predicted, "arms": report}, options)
+    save({"model": options.model.name, "tokens": predicted, "arms": report}, options)
 
 
 if __name__ == "__main__":
