@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, Needs
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.hookspecs import hookimpl
+from specdec.registry import BUILT_INS, Registry
 
 
 class Faulty(NgramDrafter):
@@ -35,8 +37,13 @@ class Faulty(NgramDrafter):
                 return Draft((1,) * (depth + 3))
             case "out of range":
                 return Draft((*draft.tokens[:1], self._vocab))
+            case "negative":
+                return Draft((-1,))
             case "no draft":
                 return [1, 2]
+            case "slow":
+                time.sleep(0.0005)
+                return draft
             case "leak":
                 self.leaked.extend(context)
                 return Draft(tuple(self.leaked[-depth:]))
@@ -64,7 +71,7 @@ class NeverStarts(Drafter):
         return Draft()
 
 
-FAULTS = ("raises", "too long", "out of range", "no draft", "leak", "target", "no rewind")
+FAULTS = ("raises", "too long", "out of range", "negative", "no draft", "slow", "leak", "target", "no rewind")
 
 
 def faulty(fault: str) -> DrafterSpec:
@@ -85,3 +92,10 @@ class Plugin:
             DrafterSpec(name="reads layers", factory=Faulty, config=NgramConfig, needs=Needs(boundaries=(1,))),
             DrafterSpec(name="reads states", factory=Faulty, config=NgramConfig, needs=Needs(final_hidden=True)),
         ]
+
+
+def with_faults() -> Registry:
+    """A registry of the built-in plugins and these."""
+    made = Registry(BUILT_INS, ())
+    made.register(Plugin())
+    return made

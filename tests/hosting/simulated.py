@@ -1,7 +1,7 @@
-"""A host in a few lines: decodes several requests together over a made-up target, and fails at the first bad draft.
+"""A host in a few lines: decodes several requests together over a made-up target, and ends at the first bad draft.
 
-Requests wait, come in chunks and change rows at random; calls to the drafter are skipped. The target chooses a token
-from the history alone, so that plain decoding is known.
+Requests wait, come in chunks, change rows, are preempted and cancelled at random; calls to the drafter are skipped. The
+target chooses a token from the history alone, so that plain decoding is known.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 
+import attrs
 import numpy as np
 
 VOCAB = 50
-ROWS = 4
+
+
+class HostDied(Exception):
+    """What a real host would not have survived."""
 
 
 def chosen(history: Sequence[int]) -> int:
@@ -27,52 +31,97 @@ def chosen(history: Sequence[int]) -> int:
 
 
 def plain(prompt: Sequence[int], count: int) -> list[int]:
-    """The prompt and so many tokens of plain decoding."""
+    """Plain decoding."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(chosen(tokens))
-    return tokens
+    return tokens[len(prompt) :]
 
 
-Propose = Callable[[list["np.ndarray | None"]], list[list[int]]]
+@attrs.define(eq=False)
+class Request:
+    """One request: its prompt, and how many tokens it wants."""
+
+    prompt: list[int]
+    count: int
+    tokens: list[int] = attrs.field(factory=list)
+    chunks: int = 0  # of the prompt that are still to come
+    cancelled: bool = False
+    draft: list[int] = attrs.field(factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.cancelled or len(self.tokens) >= self.count
 
 
-def serve(
-    prompts: Sequence[Sequence[int]], count: int, propose: Propose, depth: int, rng: random.Random
-) -> list[list[int]]:
-    """Decode at least ``count`` tokens for every prompt; returns the texts.
+Propose = Callable[[list[list[int]], list[list[int]], np.ndarray, np.ndarray], list[list[int]]]
 
-    ``propose`` gets the history of each row, None for one without new tokens, and gives the drafts. Histories are rows
-    of the host's own buffer, which is written again.
+
+def serve(requests: Sequence[Request], propose: Propose, depth: int, rng: random.Random, rows: int = 4) -> None:
+    """Decode all requests.
+
+    ``propose(new tokens by row, histories, lengths, buffer)`` gives the drafts. The buffer is the host's own: rows are
+    written again, and what is behind a row's length is of other requests.
     """
-    texts, drafts = [list(prompt) for prompt in prompts], dict[int, list[int]]()
-    buffer = np.full((ROWS, max(map(len, prompts)) + count + depth + 2), 7, np.int32)
-    while running := [n for n, text in enumerate(texts) if len(text) < len(prompts[n]) + count]:
-        rng.shuffle(running)
-        rows, new = running[: rng.randrange(1, ROWS + 1)], []  # the others wait or are preempted
-        for number in rows:
+    waiting, running = list(requests), []
+    width = max(len(one.prompt) + one.count for one in requests) + depth + 2
+    buffer = np.full((rows, width), 7, np.int32)
+    while waiting or running:
+        while waiting and len(running) < rows:
+            one = waiting.pop(rng.randrange(len(waiting)))
+            one.chunks = rng.randrange(3)
+            running.insert(rng.randrange(len(running) + 1), one)
+        if len(running) > 1 and rng.random() < 0.1:
+            preempted = running.pop(rng.randrange(len(running)))
+            preempted.draft = []
+            waiting.append(preempted)
+        if rng.random() < 0.1:
+            rng.shuffle(running)
+        if rng.random() < 0.03:
+            rng.choice(running).cancelled = True
+        new: list[list[int]] = []
+        for one in running:
+            if one.chunks:
+                one.chunks -= 1
+                new.append([])
+                continue
             step: list[int] = []
-            for token in [*drafts.pop(number, []), None] if rng.random() < 0.8 else []:  # or a chunk of its prompt came
-                step.append(chosen([*texts[number], *step]))
-                if token != step[-1]:
+            for token in [*one.draft, None]:
+                right = chosen([*one.prompt, *one.tokens, *step])
+                step.append(right)
+                if token != right:
                     break
-            texts[number] += step
-            new.append(bool(step))
+            step = step[: one.count - len(one.tokens)]
+            one.tokens += step
+            one.draft = []
+            new.append(step)
+        alive = [(one, step) for one, step in zip(running, new, strict=True) if not one.done]
+        running = [one for one, _ in alive]
+        if not running:
+            continue
+        lengths = np.zeros(rows, np.int32)
+        histories = []
+        for row, one in enumerate(running):
+            history = [*one.prompt, *one.tokens]
+            histories.append(history)
+            lengths[row] = len(history)
+            buffer[row, : len(history)] = history
         if rng.random() < 0.1:
             continue  # a skipped call
-        for row, number in enumerate(rows):
-            buffer[row, : len(texts[number])] = texts[number]
-        shown = [buffer[row, : len(texts[n])] if new[row] else None for row, n in enumerate(rows)]
-        for number, draft in zip(rows, propose(shown), strict=True):
-            assert type(draft) is list
-            assert len(draft) <= depth
-            assert all(0 <= token < VOCAB for token in draft)
-            drafts[number] = list(draft)
-    return texts
+        drafts = propose([step for _, step in alive], histories, lengths, buffer)
+        if len(drafts) != len(running):
+            raise HostDied(f"{len(drafts)} drafts for {len(running)} rows")
+        for one, draft in zip(running, drafts, strict=True):
+            if type(draft) is not list or len(draft) > depth or any(not 0 <= token < VOCAB for token in draft):
+                raise HostDied(f"a draft of {draft}")
+            one.draft = list(draft)
 
 
-def random_prompts(rng: random.Random, most: int = 10) -> list[list[int]]:
-    """Prompts that share beginnings, some of them equal."""
+def random_requests(rng: random.Random, most: int = 10) -> list[Request]:
+    """Requests that share beginnings, some of them equal."""
     start = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
-    own = [[rng.randrange(VOCAB) for _ in range(rng.randrange(0, 6))] for _ in range(rng.randrange(1, most))]
-    return [(start if rng.random() < 0.7 else []) + tokens or [3] for tokens in own]
+    made = []
+    for _ in range(rng.randrange(1, most)):
+        own = [rng.randrange(VOCAB) for _ in range(rng.randrange(0, 6))]
+        made.append(Request((start if rng.random() < 0.7 else []) + own or [3], rng.randrange(1, 40)))
+    return made

@@ -1,12 +1,48 @@
 """A request's session is found by its tokens alone."""
 
+import random
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.hosting import HostSession, HostSessions
+from tests.hosting.simulated import random_requests, serve
+from tests.selection import examples
 
 
 def arrays(*histories):
     return [None if one is None else np.array(one, np.int64) for one in histories]
+
+
+@examples(60)
+@given(seed=st.integers(0, 2**32))
+def test_a_request_keeps_its_session_from_batch_to_batch(seed):
+    """Or gets one that knows more of its history, left by an equal request."""
+    rng = random.Random(seed)
+    sessions = HostSessions(256, HostSession)
+    last = []
+
+    def propose(new, histories, lengths, buffer):
+        nonlocal last
+        found = sessions.find(arrays(*histories))
+        assert len({id(one) for one in found}) == len(found)
+        for session, history in zip(found, histories, strict=True):
+            before = [one for one in last if history[: len(one)] == one]
+            after = [one for one in histories if before and one[: len(before[0])] == before[0]]
+            if len(before) == len(after) == 1:
+                assert len(session) >= len(before[0])
+                assert history[: len(session)] == session.tokens
+        for session, history in zip(found, histories, strict=True):
+            held = list(session.tokens)
+            kept = session.follow(np.array(history))
+            assert session.tokens == history
+            assert kept == len(held) or held[: kept + 1] != history[: kept + 1]
+            assert held[:kept] == history[:kept]
+        last = histories
+        return [[] for _ in histories]
+
+    serve(random_requests(rng), propose, 3, rng)
 
 
 def test_sessions_expire_by_recency_and_those_of_the_batch_stay():
