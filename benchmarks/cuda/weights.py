@@ -17,6 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class MadeWeights:
         device, dtype: of the matrices; small vectors are float32.
     """
 
-    head = HeadSource()
+    checkpoint = SimpleNamespace(head=HeadSource())
 
     def __init__(self, shape: Shape, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._shape = shape
