@@ -81,7 +81,7 @@ class _Member:
             return None
 
     def drafting(self, context: Context, depth: int, vocab_size: int) -> Passes[Draft]:
-        """Ask for a draft, likewise; empty once the drafter has failed."""
+        """Ask for a draft, likewise; empty if that fails."""
         try:
             draft = yield from self.drafter.drafting(context, depth)
             return checked_draft(draft, depth, vocab_size, context)[0]

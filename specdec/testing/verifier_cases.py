@@ -13,8 +13,8 @@ import numpy as np
 from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
 from specdec.errors import UnsupportedError
 from specdec.sampling import Purpose, draft_token, draw, gumbel
-from specdec.testing import strategies
 from specdec.testing.reference_sampling import Surplus, reference_distribution, reference_logits
+from specdec.testing.strategies import log_uniform, samplings, seeds
 from specdec.testing.table_model import TableLogits, TableModel
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Case:
 
 _EDGES = (7, 8, 15, 63, 64, 100, 255, 256, 300, 600, 1100)
 """Lengths at which a late fault may begin; other lengths are on a log scale."""
-_lengths = st.one_of(strategies.log_uniform(1, 8), strategies.log_uniform(1, 1200), st.sampled_from(_EDGES))
+_lengths = st.one_of(log_uniform(1, 8), log_uniform(1, 1200), st.sampled_from(_EDGES))
 _depths = st.sampled_from([*range(4), *range(16)])  # up to the rows of a pass
 _PALETTES = ("normal", "normal", "grid", "narrow", "flat", "one-hot", "last", "wide")
 _TEMPERATURES = {
@@ -135,10 +135,10 @@ def cases(draw: st.DrawFn, *, greedy: bool | None = None, bound: float | None = 
     palette = "near" if near else draw(st.sampled_from(_PALETTES))
     cycle = draw(st.one_of(st.integers(1, 99), st.sampled_from([999, 1000, 1001, 70_000])))
     # hypothesis repeats parts of a case in others: with all of these in the seed, none has the same numbers
-    rng = np.random.default_rng([draw(strategies.seeds), depth, length, vocab, near, cycle])
+    rng = np.random.default_rng([draw(seeds), depth, length, vocab, near, cycle])
     rows, last = _rows(rng, palette, depth + 1, vocab, bound or 0.0), vocab - 1
     rows[np.isneginf(rows[:, last]), last] = -1.0
-    sampling = draw(strategies.samplings(vocab))
+    sampling = draw(samplings(vocab))
     if near and draw(st.booleans()):  # the settings drawn above move most tokens further away
         scale = max(bound or 0.0, 1e-3)
         biases = draw(st.dictionaries(st.integers(0, last), st.sampled_from([-0.3, -0.1, 0.1, 0.3, 2.0])))

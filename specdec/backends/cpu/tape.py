@@ -283,7 +283,7 @@ class Tape(TorchFunctionMode):
     def finish(self, out: Tensor) -> Recording:
         """Return the recording; ``out`` is the result of the pass."""
         passed, self.steps = self.steps, []
-        committed = [(self._replayed(caches), self._kept_windows(caches)) for caches in self._sequences]
+        committed = [self._committed(caches) for caches in self._sequences]
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self._find_weights()
@@ -302,24 +302,20 @@ class Tape(TorchFunctionMode):
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
 
-    def _replayed(self, caches: Sequence[Any]) -> list[_Step]:
-        """Record the steps that compute recurrent states again for fewer rows."""
-        for cache in caches:
-            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
-                if cache.replay is None:
-                    raise NotRecordable("a convolution without the delta rule after it")
-                cache.replay(Slot(ROWS))
+    def _committed(self, caches: Sequence[Any]) -> tuple[list[_Step], list[_Step]]:
+        """Record a commit of fewer rows: the steps that compute recurrent states again, and those for the windows."""
+        recurrent = [cache for cache in caches if isinstance(cache, _RecordedDelta) and cache.raw is not None]
+        for cache in recurrent:
+            if cache.replay is None:
+                raise NotRecordable("a convolution without the delta rule after it")
+            cache.replay(Slot(ROWS))
         replayed, self.steps = self.steps, []
-        return replayed
-
-    def _kept_windows(self, caches: Sequence[Any]) -> list[_Step]:
-        """Record the steps that update convolution windows to the kept rows."""
-        for cache in caches:
-            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
-                taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
-                self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
+        for cache in recurrent:
+            assert cache.raw is not None
+            taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
+            self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
         windows, self.steps = self.steps, []
-        return windows
+        return replayed, windows
 
     def best(self, length: int, parts: int, *, choice: bool) -> Program:
         """Compile the choice of a token from slot ROW, ``[length]``, by way of LOGITS, to BEST.
