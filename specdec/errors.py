@@ -138,7 +138,7 @@ class StateError(SpecdecError):
 
 
 class NoMemoryError(StateError):
-    """There is no memory for the state of another sequence."""
+    """There is not enough memory, for weights or for the state of another sequence."""
 
 
 class SessionFileError(SpecdecError):

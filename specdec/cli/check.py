@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, integer, settings_option
+from specdec.cli.options import NAME, integer, settings_option
 from specdec.config import Override
 from specdec.errors import ConfigError, UnsupportedError, cut
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", type=FILE)
+@click.argument("name", type=NAME)
 @settings_option("block=true", help="An option of the plugin")
 @integer("--seed", "Seed of the drawn cases", 0, low=0, high=2**63 - 1)
 @click.option(

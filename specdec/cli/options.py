@@ -49,8 +49,8 @@ class _Escaped(_Text):
         return re.sub(r"\\([nrt\\])", lambda match: plain[match[1]], super().convert(value, param, ctx))
 
 
-class _File(click.types.StringParamType):
-    """The name of a file or model, which is not empty: that would mean the current folder."""
+class _Name(click.types.StringParamType):
+    """The name of a file, model or plugin, which is not empty: that would mean the current folder, or nothing."""
 
     def __init__(self, kind: Callable[[str], Any]) -> None:
         self._kind = kind
@@ -71,7 +71,7 @@ class Number(click.FloatRange):
         return number
 
 
-TEXT, ESCAPED, FILE, PATH = _Text(), _Escaped(), _File(str), _File(pathlib.Path)
+TEXT, ESCAPED, NAME, FILE, PATH = _Text(), _Escaped(), _Name(str), _Name(str), _Name(pathlib.Path)
 LARGEST = 2**31 - 1  # of a count
 
 

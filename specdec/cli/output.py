@@ -98,10 +98,7 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
     except SpecdecError as error:
         if ctx is not None and ctx.meta.get(_JSON) and not ctx.meta.get(_JSON_DONE):
-            described: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
-            if error.tokens:
-                described["tokens"] = list(error.tokens)
-            click.echo(json.dumps({"error": described}))
+            click.echo(json.dumps(described(error)))
         if ctx is not None and ctx.meta.get(_VERBOSE):
             click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         click.echo(f"{type(error).__name__}: {error}", err=True)
@@ -109,6 +106,12 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def described(error: SpecdecError) -> dict[str, Any]:
+    """An error as the object that stands for a result."""
+    facts: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
+    return {"error": {**facts, "tokens": list(error.tokens)} if error.tokens else facts}
 
 
 def json_option(command: F) -> F:

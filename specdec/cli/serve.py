@@ -12,7 +12,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
-from specdec.cli.options import FILE, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
+from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
 from specdec.config import RunConfig
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.serving.address import is_loopback
@@ -74,7 +74,7 @@ def served_name(model: str) -> str:
     "--served-model-name",
     "names",
     metavar="NAME",
-    type=FILE,
+    type=NAME,
     multiple=True,
     help="The model's name in requests (default: its own), repeatable.",
 )

@@ -45,6 +45,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of OpenAI's API that have no effect here, and the values that are taken: None for any."""
 
+_JSON_WORDS = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")  # pydantic's name our classes
 Item = TypeVar("Item")
 _List = Annotated[list[Item], Field(fail_fast=True)]  # an error for each of 300,000 items would take seconds
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -380,7 +381,8 @@ def parsed(kind: type[R], data: Mapping[str, Any]) -> R:
         elif worst["type"] == "empty":
             text = f"{place}.{worst['msg']}"
         else:
-            alternatives = dict.fromkeys(item["msg"] for item in errors if item["input"] is worst["input"])
+            same = (item for item in errors if item["input"] is worst["input"])
+            alternatives = dict.fromkeys(_JSON_WORDS.get(item["type"], item["msg"]) for item in same)
             text = f"{place or 'the body'}: {', or '.join(alternatives)}, got {shown(worst['input'], 60)}"
         raise Refusal(400, text, param=place[:60] or None) from None
 

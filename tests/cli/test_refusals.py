@@ -152,7 +152,7 @@ FILE_OPTIONS = [
     f"{name} {option.opts[-1]} ''"
     for name, command in main.commands.items()
     for option in command.params
-    if option.type.__class__.__name__ == "_File" and option.opts[-1].startswith("-")
+    if option.type.__class__.__name__ == "_Name" and option.opts[-1].startswith("-")
 ]
 MODELS = [f"{name} ''" for name in ("accept", "bench", "chat", "check", "doctor", "generate", "info", "vocab")]
 
