@@ -162,11 +162,10 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 class Guard:
     """Checks who asks before anything is read, and counts the responses."""
 
-    def __init__(self, service: Service, app: ASGIApp) -> None:
+    def __init__(self, service: Service, app: Starlette) -> None:
         self._service = service
         self._app = app
-        self._known = {"/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics", "/"}
-        self._known |= {"/tokenize", "/detokenize"}
+        self._known = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
