@@ -131,7 +131,7 @@ def generate(
     tokens = prompt
     if isinstance(prompt, str) and are_messages(lm, chat if system is None else True):
         if not prompt:  # the template would make a prompt of it
-            raise PromptError("the prompt is empty")
+            raise PromptError("the prompt is empty", try_="--prompt TEXT")
         before = [] if system is None else [{"role": "system", "content": system}]
         tokens = lm.tokenizer.encode_messages([*before, {"role": "user", "content": prompt}])
     stream = lm.stream(tokens, **settings)

@@ -185,7 +185,11 @@ def check_writable(*files: pathlib.Path | None) -> None:
     """Check before a long run that its files can be written. Raises: UnsupportedError naming the file."""
     for file in files:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise UnsupportedError("there is no folder to write the file into, or it is a folder itself", file=file)
+            raise UnsupportedError(
+                "there is no folder to write the file into, or it is a folder itself",
+                file=file,
+                try_="a file's name" if file.is_dir() else f"mkdir -p {file.parent}",
+            )
 
 
 # --- lines of a report -----------------------------------------------------------------------------------------------

@@ -293,7 +293,9 @@ def read_text(file: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
+        raise PromptError(
+            f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}", try_="save the text as UTF-8"
+        ) from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
