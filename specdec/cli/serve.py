@@ -143,7 +143,6 @@ def serve(
     from specdec.serving.app import Service
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
-    from specdec.serving.requests import Limits
     from specdec.serving.server import listening_socket, share_memory
     from specdec.serving.server import serve as run
 
@@ -160,7 +159,8 @@ def serve(
                 lm, metrics, most_waiting=queue, parallel=parallel, kept_bytes=keep * 2**20, answer_tokens=answers
             ),
             metrics=metrics,
-            limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),
+            most_prompt=most_prompt,
+            most_tokens=most_tokens,
             api_key=api_key or "",
             local=is_loopback(host),
             plain_ms=plain_ms,

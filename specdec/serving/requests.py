@@ -416,33 +416,24 @@ class Prepared:
     thinking: bool
 
 
-@attrs.frozen(kw_only=True)
-class Limits:
-    """Bounds on a request.
-
-    Attributes:
-        body_bytes: of the request's body.
-        prompt_tokens: of the prompt.
-        new_tokens: that an answer may have; a request for more gets as many.
-    """
-
-    body_bytes: int = 2**20
-    prompt_tokens: int | None = None
-    new_tokens: int = 4096
-
-
-def prepared(request: Request, lm: Parts, limits: Limits) -> Prepared:
+def prepared(request: Request, lm: Parts, most_prompt: int | None, most_tokens: int) -> Prepared:
     """Tokens and settings of a request, all checked, so that it does not fail when its turn comes.
 
-    Raises: Refusal; it may take as long as the tokenizer and a grammar need.
+    It may take as long as the tokenizer and a grammar need.
+
+    Args:
+        most_prompt: tokens of the prompt; None for what the model takes.
+        most_tokens: that the answer may have; a request for more gets as many.
+
+    Raises: Refusal.
     """
     prompt, text = or_refusal(lambda: request.prompt_of(lm))
-    most = min(limits.prompt_tokens or lm.capacity, lm.capacity - 1)
+    most = min(most_prompt or lm.capacity, lm.capacity - 1)
     if len(prompt) > most:
         raise Refusal(
             400, f"the prompt has {len(prompt)} tokens, and at most {most} fit", code="context_length_exceeded"
         )
-    settings = request.settings(text, limits.new_tokens)
+    settings = request.settings(text, most_tokens)
     generation = or_refusal(lambda: override_generation(lm.config.generation, settings))
     or_refusal(lambda: make_sampling(lm, generation, generated_from=len(prompt)))
     if request.speculation is not None:
