@@ -146,7 +146,7 @@ def _page(title: str, console: Console, data: Mapping[str, Any], plot: Callable[
         source = base64.b64encode(drawn.getvalue()).decode()
         picture = f'<img src="data:image/png;base64,{source}" alt="Plot of the tables below" style="max-width: 100%">'
     tables = console.export_html(
-        inline_styles=True, code_format='<pre tabindex="0" style="overflow-x: auto">{code}</pre>'
+        inline_styles=True, code_format='<pre tabindex="0" style="overflow-x: auto; font-size: .85rem">{code}</pre>'
     )
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

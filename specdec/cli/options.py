@@ -216,26 +216,13 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
     """Overrides from the given options of ``KEYS``."""
     for name, value in flags.items():
         if value is not None and value is not False and value != ():
-            if name == "depth_part":
-                value = _depth(value)
+            if name == "depth_part" and re.fullmatch(r"[+-]?[0-9]{1,18}", value):
+                value = int(value)
             elif name == "json_schema":
                 value = [{"name": "grammar", "json_schema": value}]
             elif isinstance(value, tuple):
                 value = list(value)
             yield Override(tuple(KEYS[name].split(".")), value, f"--{name.removesuffix('_part').replace('_', '-')}")
-
-
-def _depth(text: str) -> int | str:
-    """A number of draft tokens, which the policy checks, or the name of a policy. Raises: ConfigError."""
-    if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        return int(text)
-    with contextlib.suppress(ValueError):
-        float(text)
-        raise ConfigError(
-            f"--depth takes a whole number of draft tokens or the name of a depth policy, got {shown(text)}",
-            try_="--depth 4, --depth auto",
-        )
-    return text
 
 
 def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
