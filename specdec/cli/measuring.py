@@ -14,7 +14,7 @@ import click
 from specdec.cli import output
 from specdec.cli.options import FILE, PATH, Command, add_options, integer, interruptible, load_model
 from specdec.config import RunConfig
-from specdec.errors import UnsupportedError
+from specdec.errors import UnsupportedError, import_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,9 +40,7 @@ def measured(*, per_class: int | None) -> Callable[[Command], Command]:
             prompts = chosen_prompts(prompts_file, per_class, names, chat=options["config"].target.model != "demo")
             html = options.pop("html_file")
             if html is not None:
-                from specdec.measuring.plots import require_matplotlib
-
-                require_matplotlib()
+                import_extra("matplotlib", "plot")
             check_writable(html)
             return command(prompts=prompts, html=html, **options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import shlex
@@ -14,7 +13,7 @@ from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
 from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
 from specdec.config import RunConfig
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError, UnsupportedError, import_extra
 from specdec.serving.address import is_loopback
 
 ANSWER_TOKENS = 1024
@@ -133,12 +132,8 @@ def serve(
     if engine == "vllm":
         _vllm(config, names, host, port, start)
         return
-    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UnsupportedError(
-            f"the server needs packages that are not installed: {', '.join(missing)}",
-            try_="pip install 'specdec-framework[serve]'",
-        )
+    for module in NEEDED:
+        import_extra(module, "serve")
     from specdec.decoding.cycle_timing import sequences_that_pay
     from specdec.serving.app import Service
     from specdec.serving.engine import Engine
