@@ -7,6 +7,7 @@ state commits, its drafter drafts, whose own model's passes are shared too. One 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 
@@ -108,7 +109,7 @@ class Batch:
             while following and not self._stopping and len(self.running) < most:
                 number, start = following
                 try:
-                    stream = start()
+                    stream = _begun(start)
                 except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
                     if isinstance(error, NoMemoryError) and self.running:
                         most = len(self.running)
@@ -151,6 +152,15 @@ class Batch:
                 request.seconds = seconds / len(passes)
         self._outputs |= zip(requests, outputs, strict=True)
         return seconds
+
+
+def _begun(start: Callable[[], Stream]) -> Stream:
+    """A generation; where memory is short, the states of those that ended are collected first."""
+    try:
+        return start()
+    except NoMemoryError:
+        gc.collect()
+        return start()
 
 
 def _batches(info: ModelInfo) -> bool:

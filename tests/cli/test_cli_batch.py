@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import signal
+import weakref
 
 import pytest
 
@@ -62,16 +63,20 @@ def test_a_prompt_that_is_too_long_leaves_older_results(batch, tmp_path):
 @pytest.mark.parametrize(("room", "status"), [(2, 0), (1, 0), (0, 2)])
 def test_where_memory_runs_short_fewer_prompts_run_at_once(batch, monkeypatch, room, status):
     """With no room for one state, each prompt is told apart, and nothing ends the file."""
-    new_state, run, running = CausalLM.new_state, Batch.run, []
+    new_state, run, states = CausalLM.new_state, Batch.run, None
 
     def noted(batch, *args):
-        running.append(batch.running)
+        nonlocal states
+        states = weakref.WeakSet()
         return run(batch, *args)
 
     def limited(lm, *args):
-        if running and len(running[0]) >= room:
+        if states is not None and len(states) >= room:
             raise NoMemoryError("there is no memory for a state")
-        return new_state(lm, *args)
+        state = new_state(lm, *args)
+        if states is not None:
+            states.add(state)
+        return state
 
     monkeypatch.setattr(Batch, "run", noted)
     monkeypatch.setattr(CausalLM, "new_state", limited)
