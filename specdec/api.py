@@ -32,6 +32,7 @@ def load(
     backend: str | None = None,
     dtype: str | None = None,
     weights: str | None = None,
+    capacity: int | None = None,
     activations: str | None = None,
     threads: int | None = None,
     instruction_set: str | None = None,
@@ -50,6 +51,8 @@ def load(
         dtype: "auto", "bfloat16", "float32", or "float16" if the backend supports it.
         weights: "auto" (as stored), "decoded" (quantised weights become ``dtype``), or "int8" or "int4": plain weights
             are quantised when they are loaded.
+        capacity: tokens that a session holds at most, such as 8192; less takes less memory. The default is the model's
+            own limit, or what the device has room for.
         activations: of products with packed integers on the CPU backend: "float", "int8" (rounded to int8), or "auto"
             (int8 with the weights of GGUF files).
         threads: threads of a pass on the CPU backend. The default is torch's number, at most the processors that the
@@ -66,6 +69,7 @@ def load(
         "backend": backend,
         "dtype": dtype,
         "weights": weights,
+        "capacity": capacity,
         "activations": activations,
         "threads": threads,
         "instruction_set": instruction_set,

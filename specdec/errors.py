@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import itertools
 from collections.abc import Iterable
+from types import ModuleType
 
 # Characters of an error with all its facts, whatever a file, a user or a plugin put into it. With the name of its
 # class, which a traceback and the command line put before it, it has at most 2,000.
@@ -138,7 +140,7 @@ class StateError(SpecdecError):
 
 
 class NoMemoryError(StateError):
-    """There is no memory for the state of another sequence."""
+    """There is not enough memory, for weights or for the state of another sequence."""
 
 
 class SessionFileError(SpecdecError):
@@ -169,3 +171,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the nearest known name, or an empty string."""
     match = nearest(name, known)
     return f" Did you mean {match!r}?" if match else ""
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Import a module of one of specdec's extras. Raises: UnsupportedError that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"this needs the package {module.partition('.')[0]}: {error}",
+            try_=f"pip install 'specdec-framework[{extra}]'",
+        ) from error

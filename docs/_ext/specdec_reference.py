@@ -1,4 +1,5 @@
-"""Reference pages that are made from the code: ``{specdec-cli}``, ``{specdec-plugins}`` and ``{specdec-modules}``.
+"""Reference pages that are made from the code: ``{specdec-cli}``, ``{specdec-plugins}``, ``{specdec-requests}`` and
+``{specdec-modules}``.
 
 They give Markdown, so that what a page shows can be tested without Sphinx.
 """
@@ -71,6 +72,37 @@ def plugins_markdown() -> str:
     return "\n".join(lines)
 
 
+def requests_markdown() -> str:
+    """The bounds of the server's request fields, as its models check them."""
+    from specdec.serving.requests import ChatRequest, CompletionRequest
+
+    lines = ["| field | takes |", "|---|---|"]
+    fields = {name: field for kind in (ChatRequest, CompletionRequest) for name, field in _bounded(kind)}
+    return "\n".join([*lines, *(f"| `{name}` | {_cell(takes)} |" for name, takes in fields.items())])
+
+
+def _bounded(kind: Any) -> Iterator[tuple[str, str]]:
+    """Fields with their bounds; of one that takes several types, the first type with bounds counts."""
+    schema = kind.model_json_schema()
+    for name, field in schema["properties"].items():
+        for one in field.get("anyOf", [field]):
+            if "$ref" in one:
+                inner = schema["$defs"][one["$ref"].rpartition("/")[2]]["properties"]
+                yield from ((f"{name}.{key}", _bounds(value)) for key, value in inner.items() if _bounds(value))
+            elif _bounds(one):
+                yield name, _bounds(one)
+
+
+def _bounds(schema: Any) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    fewest, most = schema.get("minItems", 0), schema.get("maxItems")
+    words = [f"{low:,} to {high:,}"] if high is not None else []
+    if fewest or most:
+        words.append(f"{fewest} to {most} items" if most else f"{fewest} or more items")
+    words += [", ".join(f"`{word}`" for word in schema["enum"])] if "enum" in schema else []
+    return "; ".join(words)
+
+
 def _toml(default: str) -> str:
     """A default, given as Python spells it, as TOML does."""
     return _cell({"True": "true", "False": "false", "None": "(none)"}.get(default, default.replace("'", '"')))
@@ -93,5 +125,6 @@ def setup(app: Any) -> dict[str, bool]:
 
     app.add_directive("specdec-cli", directive(cli_markdown))
     app.add_directive("specdec-plugins", directive(plugins_markdown))
+    app.add_directive("specdec-requests", directive(requests_markdown))
     app.add_directive("specdec-modules", directive(modules_markdown))
     return {"parallel_read_safe": True}

@@ -17,6 +17,8 @@ from specdec.cli.run_report import acceptance_table
 from specdec.config import Choice, Override, RunConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specdec.measuring import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
 
@@ -171,7 +173,7 @@ def _show_traffic(report: Mapping[str, Any]) -> None:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def show(report: AcceptanceReport, console: output.Printer) -> None:
+def show(report: AcceptanceReport, console: Console) -> None:
     """Tables and notes."""
     section = functools.partial(output.section, console)
     groups = [*report.classes, report.overall] if len(report.classes) > 1 else list(report.classes)

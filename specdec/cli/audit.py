@@ -26,6 +26,8 @@ from specdec.config import load_config
 from specdec.errors import PromptError, shown
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specdec.measuring.comparison import ComparisonReport
     from specdec.measuring.prompts import Prompt
 
@@ -153,7 +155,7 @@ def _prompts(text: str | None, file: str | None, per_class: int | None) -> list[
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def _show(report: ComparisonReport, console: output.Printer) -> None:
+def _show(report: ComparisonReport, console: Console) -> None:
     """The summary, the histogram of gaps, and the first differences."""
     console.print(output.facts(_summary(report)))
     bins = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import sys
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
 import click
 
@@ -25,10 +26,7 @@ from specdec.cli.options import (
     load_model,
 )
 from specdec.config import RunConfig
-from specdec.errors import PromptError, UnsupportedError
-
-if TYPE_CHECKING:
-    from specdec.decoding.result import Result
+from specdec.errors import PromptError, SpecdecError, UnsupportedError
 
 
 @click.command()
@@ -51,8 +49,9 @@ def batch(
 
     FILE has a prompt per line, or JSON lines such as {"class": "mail", "prompt": "Dear all,"}. Each result is a JSON
     line that names the line of its prompt ("source"), written when it ends. Each has the text that it has alone: the
-    generations share the passes of the model, and nothing else. Ctrl-C ends those that run and writes what they have; a
-    second Ctrl-C aborts.
+    generations share the passes of the model, and nothing else. Where memory runs short, fewer run at once. A prompt
+    that fails gives a line with its "error", and the exit status is 2. Ctrl-C ends those that run and writes what they
+    have; a second Ctrl-C aborts.
     """
     from specdec.decoding.batch import Batch
     from specdec.measuring.prompts import load_prompts
@@ -71,27 +70,38 @@ def batch(
         except PromptError as error:
             raise PromptError(error.message, prompt=prompt.name, **error.facts) from error
     done = unfinished = 0
+    failures: list[SpecdecError] = []
     running = Batch()
+    begin = [functools.partial(lm.stream, tokens) for tokens in encoded]
     try:
-        with _opened(file) as out, output.progress("reading prompts", silent=file is None, then="prompts") as advance:
-
-            def write(number: int, result: Result) -> None:
-                nonlocal done, unfinished
-                unfinished += result.finish_reason == "interrupted"
-                data: dict[str, Any] = {"source": prompts[number].name, **result.to_dict()}
-                out.write(json.dumps(data) + "\n")
+        with (
+            _opened(file) as out,
+            output.progress("reading prompts", silent=file is None, then="prompts") as advance,
+            interruptible(running),
+        ):
+            for number, result in running.run(begin, max_batch):
+                if isinstance(result, SpecdecError):
+                    failures.append(result)
+                    data = output.described(result)
+                elif isinstance(result, Exception):  # a bug
+                    raise result
+                else:
+                    unfinished += result.finish_reason == "interrupted"
+                    data = result.to_dict()
+                out.write(json.dumps({"source": prompts[number].name, **data}) + "\n")
                 out.flush()
                 done += 1
                 advance(done, len(prompts))
-
-            with interruptible(running):
-                lm.generate_batch(encoded, max_batch=max_batch, on_result=write, batch=running)
     except OSError as error:
         raise UnsupportedError(
             f"the results cannot be written: {error.strerror or error}", file=file or "standard output"
         ) from error
     if unfinished or done < len(prompts):
-        output.interrupted(ctx, f"{done - unfinished} of {len(prompts)} are finished, {unfinished} cut short")
+        finished = done - unfinished - len(failures)
+        output.interrupted(ctx, f"{finished} of {len(prompts)} are finished, {unfinished} cut short")
+    if failures:
+        click.echo(f"{len(failures)} of {output.count(len(prompts), 'prompt')} failed, the first with:", err=True)
+        raise failures[0]
 
 
 def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:

@@ -15,6 +15,8 @@ from specdec.cli.options import configured, integer
 from specdec.config import RunConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specdec.measuring.bench import BenchReport, ClassBench
     from specdec.measuring.prompts import PromptSet
 
@@ -75,7 +77,7 @@ def bench(
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def show(report: BenchReport, console: output.Printer) -> None:
+def show(report: BenchReport, console: Console) -> None:
     """Tables and notes."""
     section = functools.partial(output.section, console)
     console.print(output.facts(_summary(report)))

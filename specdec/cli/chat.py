@@ -152,7 +152,7 @@ class Chat:
     def _rewind(self, argument: str) -> None:
         turns = whole_number(argument or "1")
         if turns is None:
-            raise PromptError(f"/rewind takes a number of turns, got {shown(argument)}")
+            raise PromptError(f"/rewind takes a number of turns, got {shown(argument)}", try_="/rewind 1")
         self._conversation.rewind(turns)
         self._say(f"{output.count(self._conversation.turns, 'turn')} left")
 
@@ -256,7 +256,7 @@ class Chat:
 
 def _path(name: str, command: str = "load") -> pathlib.Path:
     if not name:
-        raise PromptError(f"/{command} takes a file name")
+        raise PromptError(f"/{command} takes a file name", try_=f"/{command} talk.session")
     if "\0" in name:  # the system looks up the user of ~NAME before it sees a file
         raise PromptError(f"/{command} takes a file name, which cannot have a NUL character")
     return pathlib.Path(os.path.expanduser(name))

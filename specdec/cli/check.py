@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import FILE, integer, settings_option
+from specdec.cli.options import NAME, integer, settings_option
 from specdec.config import Override
-from specdec.errors import ConfigError, UnsupportedError, cut
+from specdec.errors import ConfigError, cut, import_extra
 
 if TYPE_CHECKING:
     from specdec.testing import Report
 
 
 @click.command()
-@click.argument("name", type=FILE)
+@click.argument("name", type=NAME)
 @settings_option("block=true", help="An option of the plugin")
 @integer("--seed", "Seed of the drawn cases", 0, low=0, high=2**63 - 1)
 @click.option(
@@ -47,12 +47,7 @@ def check(
 
     Exit status: 0 if every clause of the contract holds, 1 if one does not, 2 if there is no such plugin.
     """
-    try:
-        import hypothesis  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "the conformance kit needs hypothesis", try_="pip install 'specdec-framework[testing]'"
-        ) from error
+    import_extra("hypothesis", "testing")
     from specdec.testing import check_plugin
 
     how: dict[str, Any] = {"seed": seed, "effort": effort, "only": only or None}

@@ -89,7 +89,7 @@ def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
                 try_="-s target.backend=..., -s target.dtype=...",
             )
         if override.path == ("target", "model"):
-            raise ConfigError(f"MODEL says {model!r} already", asked_for_by=override.source)
+            raise ConfigError(f"MODEL says {model!r} already", asked_for_by=override.source, try_="one model, as MODEL")
     return load_config(None, [*overrides, Override(("target", "model"), model, "MODEL")])
 
 

@@ -15,7 +15,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.measuring import check_writable, plain_milliseconds
+from specdec.cli.measuring import check_writable, plain_milliseconds, write_page
 from specdec.cli.options import (
     ESCAPED,
     FILE,
@@ -131,7 +131,7 @@ def generate(
     tokens = prompt
     if isinstance(prompt, str) and are_messages(lm, chat if system is None else True):
         if not prompt:  # the template would make a prompt of it
-            raise PromptError("the prompt is empty")
+            raise PromptError("the prompt is empty", try_="--prompt TEXT")
         before = [] if system is None else [{"role": "system", "content": system}]
         tokens = lm.tokenizer.encode_messages([*before, {"role": "user", "content": prompt}])
     stream = lm.stream(tokens, **settings)
@@ -285,10 +285,7 @@ def _write_page(
         "plain_ms": plain_milliseconds(lm),
         "cycles": [cycles.add(one, list(itertools.islice(logprobs, len(one.emitted)))) for one in recorded],
     }
-    try:
-        file.write_text(page(data), encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(f"the page cannot be written: {error.strerror or error}", file=file) from error
+    write_page(file, page(data))
     click.echo(f"page: {file}", err=True)
 
 

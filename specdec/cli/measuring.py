@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from specdec.cli import output
 from specdec.cli.options import FILE, PATH, Command, add_options, integer, interruptible, load_model
-from specdec.cli.report_page import ReportPage
 from specdec.config import RunConfig
-from specdec.errors import UnsupportedError
+from specdec.errors import UnsupportedError, import_extra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specdec.measuring.drafts import DraftLog
     from specdec.measuring.environment import Environment
     from specdec.measuring.prompts import PromptSet
@@ -37,9 +40,7 @@ def measured(*, per_class: int | None) -> Callable[[Command], Command]:
             prompts = chosen_prompts(prompts_file, per_class, names, chat=options["config"].target.model != "demo")
             html = options.pop("html_file")
             if html is not None:
-                from specdec.measuring.plots import require_matplotlib
-
-                require_matplotlib()
+                import_extra("matplotlib", "plot")
             check_writable(html)
             return command(prompts=prompts, html=html, **options)
 
@@ -115,9 +116,9 @@ def finish(
     else:
         show(report, output.console())
     if html is not None:
-        page = ReportPage()
+        page = output.console(recorded=True)
         show(report, page)
-        page.write(html, f"specdec {ctx.info_name}", data, plot and functools.partial(plot, report))
+        write_page(html, _page(f"specdec {ctx.info_name}", page, data, plot and functools.partial(plot, report)))
     for name, file in files.items():
         if file is not None and not as_json:
             click.echo(f"{name}: {file}", err=True)
@@ -130,6 +131,35 @@ def finish(
         ctx.exit(output.BROKEN_PROMISE)
     if report.partial:
         output.interrupted(ctx, f"this covers {done}")
+
+
+def _page(title: str, console: Console, data: Mapping[str, Any], plot: Callable[[io.BytesIO], None] | None) -> str:
+    """A report as one HTML file: the plot, what a terminal shows, and the data, for a browser without a network."""
+    from specdec.serving.page import embedded, style
+
+    picture = ""
+    if plot is not None:
+        drawn = io.BytesIO()
+        plot(drawn)
+        source = base64.b64encode(drawn.getvalue()).decode()
+        picture = f'<img src="data:image/png;base64,{source}" alt="Plot of the tables below" style="max-width: 100%">'
+    tables = console.export_html(
+        inline_styles=True, code_format='<pre tabindex="0" style="overflow-x: auto; font-size: .85rem">{code}</pre>'
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+        f"<style>{style()}</style>\n</head>\n<body>\n<header><h1>{title}</h1></header>\n<main>\n"
+        f"{picture}\n{tables}\n</main>\n{embedded(data)}\n</body>\n</html>\n"
+    )
+
+
+def write_page(file: pathlib.Path, text: str) -> None:
+    """Write an HTML file. Raises: UnsupportedError."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnsupportedError(f"the page cannot be written: {error.strerror or error}", file=file) from error
 
 
 def plain_milliseconds(lm: LanguageModel) -> float:
@@ -153,7 +183,11 @@ def check_writable(*files: pathlib.Path | None) -> None:
     """Check before a long run that its files can be written. Raises: UnsupportedError naming the file."""
     for file in files:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise UnsupportedError("there is no folder to write the file into, or it is a folder itself", file=file)
+            raise UnsupportedError(
+                "there is no folder to write the file into, or it is a folder itself",
+                file=file,
+                try_="a file's name" if file.is_dir() else f"mkdir -p {file.parent}",
+            )
 
 
 # --- lines of a report -----------------------------------------------------------------------------------------------

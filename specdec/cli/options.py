@@ -49,8 +49,8 @@ class _Escaped(_Text):
         return re.sub(r"\\([nrt\\])", lambda match: plain[match[1]], super().convert(value, param, ctx))
 
 
-class _File(click.types.StringParamType):
-    """The name of a file or model, which is not empty: that would mean the current folder."""
+class _Name(click.types.StringParamType):
+    """The name of a file, model or plugin, which is not empty: that would mean the current folder, or nothing."""
 
     def __init__(self, kind: Callable[[str], Any]) -> None:
         self._kind = kind
@@ -71,7 +71,7 @@ class Number(click.FloatRange):
         return number
 
 
-TEXT, ESCAPED, FILE, PATH = _Text(), _Escaped(), _File(str), _File(pathlib.Path)
+TEXT, ESCAPED, NAME, FILE, PATH = _Text(), _Escaped(), _Name(str), _Name(str), _Name(pathlib.Path)
 LARGEST = 2**31 - 1  # of a count
 
 
@@ -216,26 +216,13 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
     """Overrides from the given options of ``KEYS``."""
     for name, value in flags.items():
         if value is not None and value is not False and value != ():
-            if name == "depth_part":
-                value = _depth(value)
+            if name == "depth_part" and re.fullmatch(r"[+-]?[0-9]{1,18}", value):
+                value = int(value)
             elif name == "json_schema":
                 value = [{"name": "grammar", "json_schema": value}]
             elif isinstance(value, tuple):
                 value = list(value)
             yield Override(tuple(KEYS[name].split(".")), value, f"--{name.removesuffix('_part').replace('_', '-')}")
-
-
-def _depth(text: str) -> int | str:
-    """A number of draft tokens, which the policy checks, or the name of a policy. Raises: ConfigError."""
-    if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        return int(text)
-    with contextlib.suppress(ValueError):
-        float(text)
-        raise ConfigError(
-            f"--depth takes a whole number of draft tokens or the name of a depth policy, got {shown(text)}",
-            try_="--depth 4, --depth auto",
-        )
-    return text
 
 
 def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
@@ -293,7 +280,9 @@ def read_text(file: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from error
+        raise PromptError(
+            f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}", try_="save the text as UTF-8"
+        ) from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

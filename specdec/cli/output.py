@@ -7,6 +7,7 @@ A SpecdecError becomes one message on stderr and exit status 2; with ``--json`` 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import click
 
@@ -98,10 +99,7 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
     except SpecdecError as error:
         if ctx is not None and ctx.meta.get(_JSON) and not ctx.meta.get(_JSON_DONE):
-            described: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
-            if error.tokens:
-                described["tokens"] = list(error.tokens)
-            click.echo(json.dumps({"error": described}))
+            click.echo(json.dumps(described(error)))
         if ctx is not None and ctx.meta.get(_VERBOSE):
             click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         click.echo(f"{type(error).__name__}: {error}", err=True)
@@ -109,6 +107,12 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def described(error: SpecdecError) -> dict[str, Any]:
+    """An error as the object that stands for a result."""
+    facts: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
+    return {"error": {**facts, "tokens": list(error.tokens)} if error.tokens else facts}
 
 
 def json_option(command: F) -> F:
@@ -137,24 +141,20 @@ def print_json(value: object) -> None:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-class Printer(Protocol):
-    """What a report is printed on: a terminal's console, or a page."""
+def console(*, stderr: bool = False, recorded: bool = False) -> Console:
+    """A rich console that prints strings literally: file names and names of tensors are neither markup nor escapes.
 
-    def print(self, shown: Any = "", /, *, style: str = "", soft_wrap: bool = False) -> None:
-        """Add a text or a table."""
-        ...
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A rich console that prints strings literally: file names and names of tensors are neither markup nor escapes."""
+    A ``recorded`` one shows nothing, and can be exported as HTML.
+    """
     from rich.console import Console
 
     class Literal(Console):
         def render_str(self, text: str, **style: Any) -> Text:
             return super().render_str(printable(text), **style)
 
-    stream = sys.stderr if stderr else sys.stdout
+    stream: Any = io.StringIO() if recorded else sys.stderr if stderr else sys.stdout
     return Literal(
+        record=recorded,
         file=stream if stream.isatty() else cast(IO[str], _WithoutPadding(stream)),
         markup=False,
         emoji=False,
@@ -224,7 +224,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def section(console: Printer, title: str, table: Table, *explained: str) -> None:
+def section(console: Console, title: str, table: Table, *explained: str) -> None:
     """A titled table with notes below it."""
     console.print()
     console.print(title, style="bold")
@@ -233,7 +233,7 @@ def section(console: Printer, title: str, table: Table, *explained: str) -> None
         console.print(line, style="dim")
 
 
-def lines(console: Printer, label: str, texts: Iterable[str]) -> None:
+def lines(console: Console, label: str, texts: Iterable[str]) -> None:
     """``label: text``, each on a line of its own whatever is in the text."""
     for text in texts:
         console.print(f"{label}: {one_line(text)}", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import shlex
@@ -12,9 +11,9 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
-from specdec.cli.options import FILE, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
+from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
 from specdec.config import RunConfig
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError, UnsupportedError, import_extra
 from specdec.serving.address import is_loopback
 
 ANSWER_TOKENS = 1024
@@ -74,7 +73,7 @@ def served_name(model: str) -> str:
     "--served-model-name",
     "names",
     metavar="NAME",
-    type=FILE,
+    type=NAME,
     multiple=True,
     help="The model's name in requests (default: its own), repeatable.",
 )
@@ -133,17 +132,12 @@ def serve(
     if engine == "vllm":
         _vllm(config, names, host, port, start)
         return
-    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UnsupportedError(
-            f"the server needs packages that are not installed: {', '.join(missing)}",
-            try_="pip install 'specdec-framework[serve]'",
-        )
+    for module in NEEDED:
+        import_extra(module, "serve")
     from specdec.decoding.cycle_timing import sequences_that_pay
     from specdec.serving.app import Service
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
-    from specdec.serving.requests import Limits
     from specdec.serving.server import listening_socket, share_memory
     from specdec.serving.server import serve as run
 
@@ -160,7 +154,8 @@ def serve(
                 lm, metrics, most_waiting=queue, parallel=parallel, kept_bytes=keep * 2**20, answer_tokens=answers
             ),
             metrics=metrics,
-            limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),
+            most_prompt=most_prompt,
+            most_tokens=most_tokens,
             api_key=api_key or "",
             local=is_loopback(host),
             plain_ms=plain_ms,

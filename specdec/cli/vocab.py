@@ -127,7 +127,7 @@ def _count_texts(lm: LanguageModel, sources: Mapping[str, str], counts: TokenCou
     with output.progress("counting", then="counting") as advance:
         for name, text in sources.items():
             if not text.strip():
-                raise PromptError(f"{name!r} has no text")
+                raise PromptError(f"{name!r} has no text", try_="a file such as the model will write")
             for part in _parts(text):
                 counts.add(lm.tokenizer.encode(part, add_special=False))
                 done += len(part)

@@ -99,7 +99,7 @@ def _layered(data: Mapping[str, Any], file: str, overrides: Sequence[Override]) 
     merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
     if ("depth", "depth") in sources and ("depth", "name") not in sources and isinstance(merged["depth"], dict):
         merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
-    return _with_sources(structure(merged, RunConfig, (), lambda key: _source_of(key, sources)), sources)
+    return _with_sources(structure_options(merged, RunConfig, source=lambda key: _source_of(key, sources)), sources)
 
 
 def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
@@ -174,32 +174,27 @@ def _with_sources(config: RunConfig, sources: Mapping[tuple[str, ...], str]) -> 
 # --- plain data as configuration classes ------------------------------------------------------------------------------
 
 
-def structure_options(options: Mapping[str, Any], config_class: type[T], path: str = "", source: str = "") -> T:
-    """A plugin's options as its own config class: strict types, no unknown keys.
+def structure_options(
+    options: Mapping[str, Any],
+    config_class: type[T],
+    path: str = "",
+    source: str | Callable[[tuple[str, ...]], str] = "",
+) -> T:
+    """Plain data as a config class, such as a plugin's own: strict types, no unknown keys.
 
     Args:
-        options: as written, ``Choice.options``.
+        options: as written, such as ``Choice.options``.
         config_class: an attrs class.
         path: their table, such as ``drafter``; the prefix of keys in error messages.
-        source: the file or override they come from, ``Choice.source``.
-    Raises: ConfigError when the options are wrong; TypeError for a class that cannot be read from TOML.
-    """
-    return structure(options, config_class, tuple(path.split(".")) if path else (), lambda key: source)
-
-
-def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: Callable[[tuple[str, ...]], str]) -> T:
-    """``data`` as ``config_class``.
-
-    Args:
-        path: of the table; the prefix of keys in error messages.
-        source: where a key was written.
+        source: the file or override they come from (``Choice.source``), or where a key was written.
 
     Raises: ConfigError that names the first wrong key; TypeError for a class that cannot be read from TOML.
     """
     try:
-        made: T = convert(data, config_class, files=True)
+        made: T = convert(options, config_class, files=True)
     except Mismatch as error:
-        key = (*path, *error.path)
+        key = (*(path.split(".") if path else ()), *error.path)
         place = f"key {dotted(key)}" if key else "the configuration"
-        raise ConfigError(f"{place} {error.sentence()}", asked_for_by=source(key) or None, try_=error.hint) from error
+        written = source if isinstance(source, str) else source(key)
+        raise ConfigError(f"{place} {error.sentence()}", asked_for_by=written or None, try_=error.hint) from error
     return made

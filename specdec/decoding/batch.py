@@ -7,6 +7,7 @@ state commits, its drafter drafts, whose own model's passes are shared too. One 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 
@@ -15,6 +16,7 @@ import attrs
 from specdec.contract import ForwardOutput, ModelInfo, Parity, PassRequest
 from specdec.decoding.result import Result
 from specdec.decoding.stream import Stream
+from specdec.errors import NoMemoryError
 
 SMOOTHING = 0.1  # weight of the newest pass in an average
 VARIED = 0.5  # variance of the rows below which they say nothing about the price of one
@@ -95,25 +97,28 @@ class Batch:
     def run(self, begin: Iterable[Callable[[], Stream]], most: int) -> Iterator[tuple[int, Result | Exception]]:
         """Run generations, at most ``most`` at once; yields the number and result of each one that ends.
 
+        Where there is no memory for one more, it waits, and fewer run at once from then on.
+
         Args:
             begin: starts each generation; called when there is a place for it.
         """
         waiting = enumerate(begin)
         numbers: dict[Stream, int] = {}
-        more = True
-        while (more and not self._stopping) or self.running:
-            while more and not self._stopping and len(self.running) < most:
-                number, start = next(waiting, (-1, None))
-                if start is None:
-                    more = False
-                    break
+        following = next(waiting, None)
+        while (following and not self._stopping) or self.running:
+            while following and not self._stopping and len(self.running) < most:
+                number, start = following
                 try:
-                    stream = start()
+                    stream = _begun(start)
                 except Exception as error:  # noqa: BLE001 - it ends this generation, not the others
+                    if isinstance(error, NoMemoryError) and self.running:
+                        most = len(self.running)
+                        break
                     yield number, error
-                    continue
-                numbers[stream] = number
-                self.add(stream)
+                else:
+                    numbers[stream] = number
+                    self.add(stream)
+                following = next(waiting, None)
             self.tick()
             for stream in [stream for stream in numbers if stream not in self.running]:
                 failure = self.failures.pop(stream, None)
@@ -147,6 +152,15 @@ class Batch:
                 request.seconds = seconds / len(passes)
         self._outputs |= zip(requests, outputs, strict=True)
         return seconds
+
+
+def _begun(start: Callable[[], Stream]) -> Stream:
+    """A generation; where memory is short, the states of those that ended are collected first."""
+    try:
+        return start()
+    except NoMemoryError:
+        gc.collect()
+        return start()
 
 
 def _batches(info: ModelInfo) -> bool:

@@ -124,6 +124,7 @@ def compare(text: Text, plain: Answer, other: Answer, *, greedy: bool) -> tuple[
         raise UnsupportedError(
             f"the servers name their tokens differently ({names}), so equal tokens would count as different ones",
             prompt=text.prompt,
+            try_="two servers of one engine and version",
         )
     best, second = _two_best(row)
     below = row.known.get(others.token)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from specdec.errors import UnsupportedError
+from specdec.errors import import_extra
 
 if TYPE_CHECKING:
     from specdec.measuring.acceptance import AcceptanceReport, ClassReport
@@ -22,22 +22,9 @@ GREY = "#5f6368"
 SPREAD = 0.06  # horizontal offset between classes, to separate their error bars
 
 
-def require_matplotlib() -> None:
-    """Raises: UnsupportedError if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            f"a plot needs matplotlib: {error}", try_="pip install 'specdec-framework[plot]', or leave out --html"
-        ) from error
-
-
 def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[Any]]:
     """A figure with panels of these widths side by side."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(sum(sizes), height), layout="constrained")
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(sum(sizes), height), layout="constrained")
     figure.suptitle(title)
     axes = list(figure.subplots(1, len(sizes), squeeze=False)[0])
     for panel in axes:

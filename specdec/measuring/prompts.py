@@ -96,8 +96,11 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
     for number, line in lines:
         source = f"{file.name}, line {number}"
         if json_lines:
-            data = _parsed(line)
-            if wrong := _wrong(data, line):
+            try:
+                wrong = _wrong(data := parse_json(line), line)
+            except ValueError as error:
+                wrong = f"a line of the prompt file is not JSON: {error}"
+            if wrong:
                 raise PromptError(wrong, file=file, line=number, try_=EXAMPLE)
             kind = data.get("class", PLAIN_CLASS).strip()
             prompt = Prompt(
@@ -109,18 +112,8 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
     return prompts
 
 
-def _parsed(line: str) -> Any:
-    """The value of a line of JSON, or the error."""
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        return error
-
-
 def _wrong(data: Any, line: str) -> str:
     """What is wrong with a line of JSON; empty if nothing is."""
-    if isinstance(data, Exception):
-        return f"a line of the prompt file is not JSON: {data}"
     if not isinstance(data, dict):
         return f"a line of the prompt file is not a JSON object: {line.strip()[:40]}"
     for key in data.keys() - KEYS:

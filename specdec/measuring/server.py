@@ -214,7 +214,9 @@ class ServerEngine:
             if isinstance(cause, TimeoutError):
                 raise self._late() from None
             text = getattr(cause, "strerror", None) or cause or type(cause).__name__
-            raise self._error(f"the server cannot be reached: {text}") from None
+            raise self._error(
+                f"the server cannot be reached: {text}", try_=f"start it, or its address: {EXAMPLE}"
+            ) from None
         except ValueError as error:  # of parse_json
             raise self._error(f"the server's answer to {path} is not JSON: {error}") from None
 

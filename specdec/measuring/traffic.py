@@ -47,7 +47,11 @@ class TrafficReplay(Generations):
         self._requests = [request for request in trace.requests if request.tokens and request.prompt]
         self._cut = trace.cut
         if not self._requests:
-            raise PromptError("the trace has no request that generated a token", file=path)
+            raise PromptError(
+                "the trace has no request that generated a token",
+                file=path,
+                try_="a recording of specdec generate --trace, or of an engine with SPECDEC_TRACE",
+            )
         self._choice, self._depth = choice, depth
         self._progress = progress or (lambda done, planned: None)
         self._drafters: dict[int, HostedDrafter] = {}

@@ -10,7 +10,6 @@ the time that a grammar takes per token is bounded.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import subprocess
@@ -19,14 +18,13 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import thread_time
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import numpy as np
 
 from specdec.contract import LogitsProcessor, ProcessorEnv, ProcessorSpec
-from specdec.errors import ConfigError, UnsupportedError, cut
+from specdec.errors import ConfigError, UnsupportedError, cut, import_extra
 from specdec.files.reading import parse_json, read_text
 from specdec.hookspecs import hookimpl
 from specdec.logs import get_logger
@@ -200,7 +198,7 @@ class _Vocabulary:
     """A tokenizer in llguidance's form, and the grammars compiled for it."""
 
     def __init__(self, env: ProcessorEnv) -> None:
-        self._library = _llguidance()
+        self._library = import_extra("llguidance", "grammar")
         core = env.tokenizer.core
         size = max(env.vocab_size, env.tokenizer.vocab_size)  # models pad their vocabulary
         try:
@@ -298,15 +296,6 @@ def _vocabulary(env: ProcessorEnv) -> _Vocabulary:
     if key not in kept:
         kept[key] = _Vocabulary(env)
     return kept[key]
-
-
-def _llguidance() -> ModuleType:
-    try:
-        return importlib.import_module("llguidance")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"a grammar needs the llguidance package: {error}", try_="pip install 'specdec-framework[grammar]'"
-        ) from error
 
 
 def _file(field: str, path: str) -> str:

@@ -23,6 +23,7 @@ from specdec.config import structure_options
 from specdec.contract import BackendSpec, CycleRecord, ForwardPass
 from specdec.errors import (
     MESSAGE_LIMIT,
+    NoMemoryError,
     PluginError,
     SpecdecError,
     UnknownNameError,
@@ -459,7 +460,7 @@ class calling:  # noqa: N801 - read as a word: ``with calling(spec, "factory"): 
         plugin: a spec, a loaded plugin, or kind and name.
         method: what is called, for the message.
 
-    Raises: PluginError for any other exception that leaves the block.
+    Raises: NoMemoryError where memory ran out; PluginError for any other exception that leaves the block.
     """
 
     __slots__ = ("_method", "_plugin")
@@ -481,6 +482,14 @@ class calling:  # noqa: N801 - read as a word: ``with calling(spec, "factory"): 
                 if label != name:
                     error.facts.setdefault("plugin", f"{label}, in {self._method}")
             return
+        refused = isinstance(error, RuntimeError | OSError) and "allocate" in str(error)  # as torch and MLX report it
+        if refused or isinstance(error, MemoryError):
+            raise NoMemoryError(
+                "there is not enough memory",
+                asked_for_by=f"the {kind_word} {name!r}, in {self._method}",
+                reason=described(error),
+                try_="a smaller or quantised checkpoint, target.weights = 'int8', or a smaller target.capacity",
+            ) from error
         failure = PluginError(
             f"the {kind_word} {name!r} failed in {self._method}: {described(error)}",
             plugin=label,

@@ -37,7 +37,6 @@ from specdec.serving.requests import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
-    Limits,
     Request,
     TokenizeRequest,
     json_object,
@@ -49,6 +48,7 @@ from specdec.serving.requests import (
 log = get_logger(__name__)
 
 BODY_SECONDS = 30.0  # for a whole body
+BODY_BYTES = 2**20
 HEAD_BYTES = 2**15  # names and values
 
 
@@ -58,6 +58,7 @@ class Service:
 
     Attributes:
         names: of the model in requests, at least one; the first is that of answers.
+        most_prompt, most_tokens: of a request, as for ``prepared``.
         api_key: that requests must carry; empty for none.
         local: whether only this machine can connect; names of other hosts are then refused.
         plain_ms: what a token of plain decoding takes with the log-probabilities that the page asks for; 0 if unknown.
@@ -68,7 +69,8 @@ class Service:
     names: Sequence[str]
     engine: Engine
     metrics: Metrics
-    limits: Limits = attrs.field(factory=Limits)
+    most_prompt: int | None = None
+    most_tokens: int = 4096
     api_key: str = ""
     local: bool = True
     plain_ms: float = 0.0
@@ -97,7 +99,7 @@ def application(service: Service) -> ASGIApp:
         return _json(card(request.path_params["name"]))
 
     async def tokenize(request: HttpRequest) -> Response:
-        data = json_object(await _body(request, service.limits.body_bytes))
+        data = await _body(request)
         kind: type[TokenizeRequest | Conversation] = Conversation if "messages" in data else TokenizeRequest
         body = parsed(kind, data)
         service.check_model(body.model)
@@ -105,7 +107,7 @@ def application(service: Service) -> ASGIApp:
         return _json({"count": len(tokens), "max_model_len": lm.capacity, "tokens": tokens})
 
     async def detokenize(request: HttpRequest) -> Response:
-        body = parsed(DetokenizeRequest, json_object(await _body(request, service.limits.body_bytes)))
+        body = parsed(DetokenizeRequest, await _body(request))
         service.check_model(body.model)
         if any(token >= lm.info.vocab_size for token in body.tokens):
             raise Refusal(400, f"tokens takes ids of 0 to {lm.info.vocab_size - 1}", param="tokens")
@@ -162,11 +164,10 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 class Guard:
     """Checks who asks before anything is read, and counts the responses."""
 
-    def __init__(self, service: Service, app: ASGIApp) -> None:
+    def __init__(self, service: Service, app: Starlette) -> None:
         self._service = service
         self._app = app
-        self._known = {"/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics", "/"}
-        self._known |= {"/tokenize", "/detokenize"}
+        self._known = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -248,14 +249,14 @@ class Generating:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        data = json_object(await _body(HttpRequest(scope, receive), service.limits.body_bytes))
+        data = await _body(HttpRequest(scope, receive))
         request = parsed(self._kind, data)
         service.check_model(request.model)
         with service.engine.turn(streamed=request.stream, cycles=request.origins) as turn:
             watch = asyncio.create_task(_gone(receive))
             watch.add_done_callback(lambda _: turn.leave())
             try:
-                ready = await run_in_threadpool(prepared, request, service.lm, service.limits)
+                ready = await run_in_threadpool(prepared, request, service.lm, service.most_prompt, service.most_tokens)
                 service.engine.start(turn, ready)
                 reply = Reply(service.lm, request, ready, request.model or service.names[0])
                 if request.stream:
@@ -303,24 +304,24 @@ async def _stream(turn: Turn, reply: Reply, request: Request, send: Send) -> Non
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _body(request: HttpRequest, limit: int) -> bytes:
-    """The body. Raises: Refusal for one that is too long, too slow or not JSON by its header."""
+async def _body(request: HttpRequest) -> dict[str, Any]:
+    """The JSON object in the body. Raises: Refusal for any other body, and one that is too long or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "the body takes JSON, with the header Content-Type: application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(415, "the body takes no Content-Encoding")
-    too_long = Refusal(413, f"the body has at most {limit:,} bytes here")
+    too_long = Refusal(413, f"the body has at most {BODY_BYTES:,} bytes here")
     length = request.headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and len(length) < 20 and int(length) > limit:
+    if length.isascii() and length.isdigit() and len(length) < 20 and int(length) > BODY_BYTES:
         raise too_long
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > limit:
+                if len(body) > BODY_BYTES:
                     raise too_long
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
-    return bytes(body)
+    return json_object(bytes(body))

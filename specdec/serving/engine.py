@@ -124,7 +124,7 @@ class _Generation:
         self.session = session
         self.began = perf_counter()
         session.set_prompt(prepared.prompt)
-        self.stream = session.stream(prediction=prepared.prediction or None, depth=prepared.depth, **prepared.settings)
+        self.stream = session.stream(**prepared.settings)
         if answers is not None and self.stream.prediction is None:
             self.stream.prediction = RepeatedAnswer(answers, self.prompt)
         self.first: float | None = None  # when its first text came

@@ -34,7 +34,7 @@ class Reply:
         self._lm = lm
         self._chat = isinstance(request, ChatRequest)
         self._top = request.top
-        self._predicted = bool(ready.prediction)
+        self._predicted = "prediction" in ready.settings
         self._splitter = Splitter(names=request.tool_names, thinking=ready.thinking)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",

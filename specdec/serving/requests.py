@@ -23,28 +23,7 @@ from specdec.text.chat_template import OWN_VARIABLES
 R = TypeVar("R", bound="Body")
 T = TypeVar("T")
 
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "metadata": None,
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": None,
-    "prompt_cache_key": None,
-    "prompt_cache_retention": None,
-    "safety_identifier": None,
-    "service_tier": None,
-    "store": None,
-    "suffix": ("",),
-    "user": None,
-    "verbosity": None,
-    "web_search_options": (),
-}
-"""Fields of OpenAI's API that have no effect here, and the values that are taken: None for any."""
-
+_JSON_WORDS = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")  # pydantic's name our classes
 Item = TypeVar("Item")
 _List = Annotated[list[Item], Field(fail_fast=True)]  # an error for each of 300,000 items would take seconds
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -120,9 +99,25 @@ class Prediction(_Object):
 
 
 class Body(_Object):
-    """What every endpoint takes."""
+    """What every endpoint takes: the name of the model, and fields of OpenAI's API while they have no effect here."""
 
     model: str | None = None
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    function_call: Literal["none", "auto"] = "auto"
+    functions: Annotated[list[Any], Field(max_length=0)] = []
+    metadata: Any = None
+    modalities: list[Literal["text"]] = []
+    n: Literal[1] = 1
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    suffix: Literal[""] = ""
+    user: Any = None
+    verbosity: Any = None
 
 
 class Request(Body):
@@ -358,13 +353,6 @@ class DetokenizeRequest(Body):
 
 def parsed(kind: type[R], data: Mapping[str, Any]) -> R:
     """The request in a JSON object. Raises: Refusal that names the field."""
-    data = dict(data)
-    for name in WITHOUT_EFFECT.keys() & data.keys() - kind.model_fields.keys():
-        value, taken = data.pop(name), WITHOUT_EFFECT[name]
-        if taken is None or value is None or any(type(value) is type(item) and value == item for item in taken):
-            continue
-        only = f"takes only {name} = {json.dumps(taken[0])}" if taken else f"does not support {name!r}: leave it out"
-        raise Refusal(400, f"this server {only}", param=name, code="unsupported")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -380,7 +368,8 @@ def parsed(kind: type[R], data: Mapping[str, Any]) -> R:
         elif worst["type"] == "empty":
             text = f"{place}.{worst['msg']}"
         else:
-            alternatives = dict.fromkeys(item["msg"] for item in errors if item["input"] is worst["input"])
+            same = (item for item in errors if item["input"] is worst["input"])
+            alternatives = dict.fromkeys(_JSON_WORDS.get(item["type"], item["msg"]) for item in same)
             text = f"{place or 'the body'}: {', or '.join(alternatives)}, got {shown(worst['input'], 60)}"
         raise Refusal(400, text, param=place[:60] or None) from None
 
@@ -418,55 +407,40 @@ class Prepared:
 
     Attributes:
         prompt: its tokens.
-        settings: of the generation.
+        settings: for ``Session.stream``.
         thinking: whether the prompt ends inside ``<think>``.
-        depth: that the request asks for in place of the configured policy's.
-        prediction: most of the answer, or "".
     """
 
     prompt: list[int]
     settings: Mapping[str, Any]
     thinking: bool
-    depth: int | None
-    prediction: str
 
 
-@attrs.frozen(kw_only=True)
-class Limits:
-    """Bounds on a request.
-
-    Attributes:
-        body_bytes: of the request's body.
-        prompt_tokens: of the prompt.
-        new_tokens: that an answer may have; a request for more gets as many.
-    """
-
-    body_bytes: int = 2**20
-    prompt_tokens: int | None = None
-    new_tokens: int = 4096
-
-
-def prepared(request: Request, lm: Parts, limits: Limits) -> Prepared:
+def prepared(request: Request, lm: Parts, most_prompt: int | None, most_tokens: int) -> Prepared:
     """Tokens and settings of a request, all checked, so that it does not fail when its turn comes.
 
-    Raises: Refusal; it may take as long as the tokenizer and a grammar need.
+    It may take as long as the tokenizer and a grammar need.
+
+    Args:
+        most_prompt: tokens of the prompt; None for what the model takes.
+        most_tokens: that the answer may have; a request for more gets as many.
+
+    Raises: Refusal.
     """
     prompt, text = or_refusal(lambda: request.prompt_of(lm))
-    most = min(limits.prompt_tokens or lm.capacity, lm.capacity - 1)
+    most = min(most_prompt or lm.capacity, lm.capacity - 1)
     if len(prompt) > most:
         raise Refusal(
             400, f"the prompt has {len(prompt)} tokens, and at most {most} fit", code="context_length_exceeded"
         )
-    settings = request.settings(text, limits.new_tokens)
+    settings = request.settings(text, most_tokens)
     generation = or_refusal(lambda: override_generation(lm.config.generation, settings))
     or_refusal(lambda: make_sampling(lm, generation, generated_from=len(prompt)))
-    return Prepared(
-        prompt=prompt,
-        settings=settings,
-        thinking=text.rstrip().endswith("<think>"),
-        depth=request.speculation.depth if request.speculation else None,
-        prediction=_text(request.prediction.content) if request.prediction else "",
-    )
+    if request.speculation is not None:
+        settings["depth"] = request.speculation.depth
+    if request.prediction is not None:
+        settings["prediction"] = _text(request.prediction.content)
+    return Prepared(prompt=prompt, settings=settings, thinking=text.rstrip().endswith("<think>"))
 
 
 def or_refusal(call: Callable[[], T]) -> T:

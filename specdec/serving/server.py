@@ -48,7 +48,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"--host {host!r} is no address of this machine", reason=reason) from error
+        raise ConfigError(
+            f"--host {host!r} is no address of this machine", reason=reason, try_="--host 127.0.0.1, or 0.0.0.0 for all"
+        ) from error
     try:
         both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes version 4 too
         return socket.create_server(address, family=family, dualstack_ipv6=both)

@@ -4,11 +4,14 @@ import itertools
 import json
 import pathlib
 import signal
+import weakref
 
 import pytest
 
 import specdec
 from specdec.decoding.batch import Batch
+from specdec.errors import NoMemoryError
+from specdec.models.causal_lm import CausalLM
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -55,6 +58,37 @@ def test_a_prompt_that_is_too_long_leaves_older_results(batch, tmp_path):
     assert "too long" in done.output
     assert "p.txt, line 2" in done.output
     assert (tmp_path / "out.jsonl").read_text() == "older\n"
+
+
+@pytest.mark.parametrize(("room", "status"), [(2, 0), (1, 0), (0, 2)])
+def test_where_memory_runs_short_fewer_prompts_run_at_once(batch, monkeypatch, room, status):
+    """With no room for one state, each prompt is told apart, and nothing ends the file."""
+    new_state, run, states = CausalLM.new_state, Batch.run, None
+
+    def noted(batch, *args):
+        nonlocal states
+        states = weakref.WeakSet()
+        return run(batch, *args)
+
+    def limited(lm, *args):
+        if states is not None and len(states) >= room:
+            raise NoMemoryError("there is no memory for a state")
+        state = new_state(lm, *args)
+        if states is not None:
+            states.add(state)
+        return state
+
+    monkeypatch.setattr(Batch, "run", noted)
+    monkeypatch.setattr(CausalLM, "new_state", limited)
+    done = batch("def add(a, b):\nOnce upon a time\nx = [1, 2,\n", "-n", 4, "--drafter", "none", "--ignore-eos")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.exit_code == status, done.output
+    assert {line["source"] for line in lines} == {f"p.txt, line {number}" for number in (1, 2, 3)}
+    if room:
+        assert [len(line["tokens"]) for line in lines] == [4] * 3
+    else:
+        assert [line["error"]["type"] for line in lines] == ["NoMemoryError"] * 3
+        assert "3 of 3 prompts failed, the first with:\nNoMemoryError: there is no memory for a state" in done.stderr
 
 
 def test_an_interruption_writes_what_there_is(batch, monkeypatch):

@@ -34,7 +34,6 @@ BEFORE_LOADING = [
     ("generate --drafter ''", "takes the name of a plugin"),
     ("generate --prompt-file /no/such/file", "cannot read '/no/such/file'"),
     ("generate --prompt-file binary", "is not UTF-8: byte 0xff at offset 0"),
-    ("generate --prompt x --depth 1.5", "--depth takes a whole number of draft tokens or the name of a depth"),
     ("generate --prompt x -s depth.dept", "an override is key.path=value, got 'depth.dept'"),
     ("generate no-such.toml", "cannot read the configuration 'no-such.toml'"),
     ("generat", "Did you mean 'generate'?"),
@@ -88,6 +87,7 @@ BY_THE_MODEL = [
     ("bench --per-class 1 -n 9000", "do not fit"),
     ("doctor demo --context 8192", "--context 8192 leaves no room"),
     ("generate -p x --drafter medusa", "no drafter is called 'medusa'. asked for by"),
+    ("generate -p x --depth 1.5", "no depth policy is called '1.5'. asked for by: --depth"),
     ("generate -p x --depth nope", "available: auto, adaptive (built in)"),
     ("vocab demo -o v.json --text blank --size 600", "has no text"),
     ("vocab demo -o v.json --text text --size 3", "3"),
@@ -152,7 +152,7 @@ FILE_OPTIONS = [
     f"{name} {option.opts[-1]} ''"
     for name, command in main.commands.items()
     for option in command.params
-    if option.type.__class__.__name__ == "_File" and option.opts[-1].startswith("-")
+    if option.type.__class__.__name__ == "_Name" and option.opts[-1].startswith("-")
 ]
 MODELS = [f"{name} ''" for name in ("accept", "bench", "chat", "check", "doctor", "generate", "info", "vocab")]
 

@@ -30,6 +30,13 @@ def test_the_typed_settings_are_the_fields_of_the_configuration():
     assert {"prediction", "depth"} < set(parameters)
 
 
+def test_a_model_is_loaded_for_shorter_sessions():
+    short = specdec.load(depth=0, drafter="none", capacity=8)
+    assert short.capacity == 8
+    with pytest.raises(PromptError, match="too long"):
+        short.generate(list(range(9)))
+
+
 def test_a_conversation_is_rendered_by_the_template(lm):
     want = lm.tokenizer.encode(lm.tokenizer.apply_chat_template(MESSAGES), add_special=False)
     made = lm.generate(messages=MESSAGES, max_new_tokens=8, seed=2, temperature=0.7)

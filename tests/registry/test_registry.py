@@ -7,9 +7,9 @@ import types
 import pytest
 
 from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, VerifierSpec
-from specdec.errors import ConfigError, PluginError, UnknownNameError
+from specdec.errors import ConfigError, NoMemoryError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, Registry, notify_cycle
+from specdec.registry import Kind, Registry, calling, notify_cycle
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -219,6 +219,16 @@ def test_the_first_forward_pass_wins_and_a_failing_one_is_named():
     assert Registry((Leaves(),), entry_points=()).forward_pass(target) is None
     with pytest.raises(PluginError, match="'Breaks' failed in specdec_forward_pass: RuntimeError: no engine"):
         Registry((Leaves(), Breaks()), entry_points=()).forward_pass(target)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError("Cannot allocate memory")],
+)
+def test_memory_that_runs_out_is_no_fault_of_the_plugin_that_asks_for_it(error):
+    with pytest.raises(NoMemoryError, match="not enough memory") as raised, calling(("model family", "llama"), "build"):
+        raise error
+    assert raised.value.facts["asked for by"] == "the model family 'llama', in build"
 
 
 def test_strict_comes_from_the_environment(ship, monkeypatch):

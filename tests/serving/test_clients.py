@@ -44,7 +44,7 @@ def test_the_model_is_listed(client, create):
         client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="only 'demo'"):
         create(model="gpt-5")
-    with pytest.raises(openai.BadRequestError, match="takes only n = 1") as refused:
+    with pytest.raises(openai.BadRequestError, match="n: Input should be 1, got 2") as refused:
         create(n=2)
     assert refused.value.param == "n"
 

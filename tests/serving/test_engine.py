@@ -10,12 +10,12 @@ from specdec.serving import engine
 from specdec.serving.engine import Engine
 from specdec.serving.metrics import Metrics
 from specdec.serving.refusal import Refusal
-from specdec.serving.requests import CompletionRequest, Limits, parsed, prepared
+from specdec.serving.requests import CompletionRequest, parsed, prepared
 
 
 @pytest.fixture(scope="module")
 def ready(lm):
-    return prepared(parsed(CompletionRequest, {"prompt": [1, 2, 3], "max_tokens": 5}), lm, Limits())
+    return prepared(parsed(CompletionRequest, {"prompt": [1, 2, 3], "max_tokens": 5}), lm, None, 4096)
 
 
 def test_a_request_is_refused_while_its_tokens_do_not_fit_memory(lm, ready, monkeypatch):
