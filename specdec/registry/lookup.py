@@ -192,10 +192,9 @@ class Registry:
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
         if plugin and not self.has_distribution(plugin):
             remedy = f"install {plugin} (plugins/ in specdec's repository), {why}"
-        failed = sorted({word for failure in broken for word in (failure.name, *failure.provides)})
         raise UnknownNameError(
             f"no {kind.value} {'reads model_type' if kind is Kind.MODEL else 'is called'} {name!r}."
-            f"{did_you_mean(name, [*known, *failed])}",
+            f"{did_you_mean(name, [*known, *(failure.name for failure in broken)])}",
             **facts,
             not_loaded="; ".join(map(str, broken)) or None,
             try_=remedy,
@@ -305,7 +304,7 @@ class Registry:
 
     def _admit(self, candidate: Plugin) -> Plugin | Failure:
         """Import, register and collect one plugin completely, or return a Failure."""
-        during, provides, admitted = "import", list[str](), candidate
+        during, admitted = "import", candidate
         try:
             loaded = candidate.load()
             during = "registration"
@@ -314,11 +313,16 @@ class Registry:
                 raise PluginError("the same plugin is registered already")
             admitted = attrs.evolve(candidate, plugin=loaded)
             admitted = attrs.evolve(admitted, hooks=self._register(loaded))
-            entries = _specs(admitted, provides)
+            kinds = [(kind, info) for kind, info in KINDS.items() if info.hook in admitted.hooks]
+            entries = [
+                Entry(kind, spec, admitted)
+                for kind, info in kinds
+                for spec in check_specs(info, admitted.call(info.hook))
+            ]
         except BaseException as error:
             self._remove(admitted)
             if isinstance(error, Exception):
-                return Failure(candidate.name, candidate.origin, error, during, tuple(provides))
+                return Failure(candidate.name, candidate.origin, error, during)
             raise
         self._plugins.append(admitted)
         self._entries += entries
@@ -377,16 +381,6 @@ class Registry:
         if not hooks:
             raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
         return hooks
-
-
-def _specs(plugin: Plugin, provides: list[str]) -> list[Entry]:
-    """Every spec of a plugin; adds their names to ``provides`` as it goes, for use in a Failure."""
-    entries: list[Entry] = []
-    for kind, info in KINDS.items():
-        for spec in check_specs(info, plugin.call(info.hook)) if info.hook in plugin.hooks else ():
-            provides += dict.fromkeys((spec.name, *names_of(spec)))
-            entries.append(Entry(kind, spec, plugin))
-    return entries
 
 
 HOOKS: Mapping[str, str] = {

@@ -74,7 +74,6 @@ class Failure:
     origin: Origin
     error: Exception
     during: str  # "import", "registration", or the hook that raised
-    provides: tuple[str, ...] = ()  # names of its specs, as far as they are known
 
     @property
     def reason(self) -> str:
@@ -91,7 +90,7 @@ class Failure:
 
     def stands_for(self, name: str) -> bool:
         """Whether this plugin most likely provides ``name``."""
-        return name == self.name or name in self.provides or self.origin.distribution == f"specdec-{name}"
+        return name == self.name or self.origin.distribution == f"specdec-{name}"
 
     def remedy(self, otherwise: str | None = None) -> str:
         """What the user can do about it."""
