@@ -102,6 +102,5 @@ def _failure(failure: Failure) -> dict[str, Any]:
         **_named(failure.name, failure.origin),
         "module": failure.origin.module,
         "during": failure.during,
-        "provides": list(failure.provides),
         "error": failure.reason,
     }

@@ -301,14 +301,11 @@ class HostedDrafter:
     def _usable(self, draft: Draft, depth: int, context: Context) -> tuple[int, ...]:
         """The part of a draft that a host can verify."""
         checked, fault = checked_draft(draft, depth, self.info.vocab_size, context)
+        if fault and fault not in self.faults:
+            log.warning("draft_cut", host=self.info.family, drafter=self.name, reason=fault)
         if fault:
-            self._fault(fault)
+            self.faults[fault] = self.faults.get(fault, 0) + 1
         return checked.tokens
-
-    def _fault(self, what: str) -> None:
-        if what not in self.faults:
-            log.warning("draft_cut", host=self.info.family, drafter=self.name, reason=what)
-        self.faults[what] = self.faults.get(what, 0) + 1
 
     def _count_failure(self, reason: str) -> None:
         self.failed[reason] = self.failed.get(reason, 0) + 1

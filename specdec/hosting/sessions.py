@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.int64]
 
-_TAIL = 8  # tokens compared before a whole history is
-
 
 class HostSession:
     """One request's committed tokens; the list keeps its identity."""
@@ -38,11 +36,7 @@ class HostSession:
 
     def begins(self, history: Tokens) -> bool:
         """Whether its tokens are the beginning of ``history``."""
-        length = len(self.tokens)
-        if length > len(history):
-            return False
-        tail = slice(max(length - _TAIL, 0), length)
-        return np.array_equal(self._array[tail], history[tail]) and self.common(history) == length
+        return self.common(history) == len(self.tokens)
 
     def follow(self, history: Tokens) -> int:
         """Take over ``history``; returns how many of its own tokens stayed."""

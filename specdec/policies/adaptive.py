@@ -1,14 +1,15 @@
 """The adaptive depth policy: picks the depth with the best rate, depth 0 (plain decoding) included.
 
-``Rates`` (``specdec.policies.rates``) estimates the rate of each depth, ``Trials`` schedules trials of other depths,
-``DrafterDepth`` chooses the depth of one drafter, and ``Budget`` bounds what drafting may lose. ``AdaptivePolicy`` has
-one ``DrafterDepth``, or, for a chain of drafters, one for each.
+``Rates`` (``specdec.policies.rates``) estimates the rate of each depth, ``DrafterDepth`` chooses the depth of one
+drafter and tries others, and ``Budget`` bounds what drafting may lose. ``AdaptivePolicy`` has one ``DrafterDepth``, or,
+for a chain of drafters, one for each.
 The output of an exact verifier does not depend on the depth, so feedback across cycles cannot change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 
 import attrs
 
@@ -68,109 +69,6 @@ class Budget:
         return self._lost + loss <= max(SHARE * self._time, GRANT * self.plain)
 
 
-class Trials:
-    """A schedule of trial cycles.
-
-    While speculation is off, a trial is one cycle of depth 1, plus a second one for timing unless drafts are hopeless;
-    it comes when it is cheap beside the time since the last one. While speculation is on, a trial is one cycle of
-    another depth. The first comes after ``first`` tokens; the distance then doubles up to ``last``.
-
-    Args:
-        first, last: shortest and longest distance between trials, in tokens.
-        max_depth: the deepest draft.
-    """
-
-    def __init__(self, first: int, last: int, max_depth: int) -> None:
-        self._first, self._last, self._max_depth = first, last, max_depth
-        self._opening: list[int] = []
-        self._distance = first  # tokens until the next trial
-        self._tokens = 0  # tokens since the last trial
-        self._cycles = 0  # cycles that the running trial may still take; 0 when none runs
-        self._second = False  # whether this is a trial's second cycle
-        self._others = 0  # trials of other depths so far
-
-    @property
-    def opening(self) -> bool:
-        """Whether the trials at the start are still running."""
-        return bool(self._opening)
-
-    @property
-    def running(self) -> bool:
-        """Whether a trial is running."""
-        return bool(self._opening or self._cycles)
-
-    def open(self) -> None:
-        """Begin with plain decoding, three depths and plain decoding again, because nothing is known yet."""
-        depths = sorted({1, min(3, self._max_depth), self._max_depth})
-        self._opening = [0, *(depth for depth in depths for _ in range(OPENING)), 0]
-
-    def adopt(self, other: Trials) -> None:
-        """Continue the schedule of an earlier generation."""
-        self._others, self._distance, self._tokens = other._others, other._distance, other._tokens
-
-    def reset(self) -> None:
-        """Reset the distance to the shortest."""
-        self._distance = self._first
-
-    def cancel(self) -> None:
-        """End the running trial and start counting tokens towards the next one."""
-        self._tokens = self._cycles = 0
-        self._second = False
-
-    def depth(self, current: int, affordable: bool, wait: float) -> int:
-        """The depth of the next cycle: ``current``, or a trial depth; 0 if a draft is not ``affordable``.
-
-        Args:
-            wait: tokens between trials while speculation is off.
-        """
-        if not affordable:
-            self._opening = []
-            if current or self._cycles:
-                self.cancel()
-            return 0
-        if self._opening:
-            return self._opening[0]
-        if not self._cycles:
-            if self._tokens < (self._distance if current else wait):
-                return current
-            self._cycles = TRIES
-        if current == 0:
-            return 1
-        others = (0, min(current + 1, self._max_depth), current - 1)
-        return others[self._others % len(others)]
-
-    def passed(self, tokens: int) -> None:
-        """Count a cycle's tokens."""
-        if self._opening:
-            self._opening.pop(0)
-        else:
-            self._tokens += tokens
-
-    def is_news(self, cycle: CycleRecord, current: int) -> bool:
-        """Whether a trial's first draft was accepted although speculation is off."""
-        return bool(self._cycles and current == 0 and not self._second and cycle.accepted)
-
-    def observe(self, cycle: CycleRecord, current: int, first_acceptance: float) -> None:
-        """Continue or end the running trial, if any.
-
-        Args:
-            current: the depth in force, not the trial depth.
-            first_acceptance: the estimate for position 0.
-        """
-        if not self._cycles:
-            return
-        self._cycles -= 1
-        if cycle.depth and not cycle.offered and self._cycles:
-            return  # nothing was drafted
-        if current == 0 and not self._second and first_acceptance > HOPELESS:
-            self._second, self._cycles = True, 1
-            return
-        if current:
-            self._others += 1
-            self._distance = min(2 * self._distance, self._last)
-        self.cancel()
-
-
 @attrs.frozen(kw_only=True)
 class AdaptiveConfig:
     """The deepest draft, how fast to forget, and how rarely to try another depth."""
@@ -204,42 +102,46 @@ class Learnt:
 class DrafterDepth:
     """The depth of one drafter: follows its best rate and rarely tries other depths.
 
-    Trials become frequent again after lasting speculation.
+    While speculation is off, a trial is one cycle of depth 1, plus a second one for timing unless drafts are hopeless;
+    it comes when it is cheap beside the time since the last one. While speculation is on, a trial is one cycle of
+    another depth. The first comes after ``first_probe`` tokens; the distance then doubles up to ``last_probe``, and is
+    short again after lasting speculation.
 
     Args:
         passes, drafts: as for ``Rates``.
-        last: what an earlier generation learnt.
         priced: whether the costs were measured; otherwise it opens with trials.
+
+    Attributes:
+        opening: depths of the trials at the start that are still to come.
     """
 
-    def __init__(
-        self,
-        config: AdaptiveConfig,
-        passes: PassCosts,
-        drafts: Sequence[float],
-        last: DrafterDepth | None,
-        priced: bool,
-    ) -> None:
-        self._min_gain = config.min_gain
+    def __init__(self, config: AdaptiveConfig, passes: PassCosts, drafts: Sequence[float], priced: bool) -> None:
+        self._config, self._deepest = config, config.max_depth
         self.rates = Rates(passes, drafts, config.window)
-        self.trials = Trials(config.first_probe, config.last_probe, config.max_depth)
-        if last is not None:
-            self.rates.adopt(last.rates)
-            self.trials.adopt(last.trials)
-            self.rates.update()
-        elif not priced:
-            self.trials.open()
+        tried = sorted({1, min(3, self._deepest), self._deepest})
+        self.opening = [] if priced else [0, *(depth for depth in tried for _ in range(OPENING)), 0]
+        self._distance = config.first_probe  # tokens between trials while speculation is on
+        self._tokens = 0  # since the last trial
+        self._cycles = 0  # that the running trial may still take; 0 when none runs
+        self._second = False  # whether this is a trial's second cycle
+        self._others = 0  # trials of other depths so far
         self._lasted = 0  # cycles since speculation went on
         self._patient = False  # whether speculation is on for the first time
         self.depth = 0
         self.depth = self._best(0.0)
-        if last is None:
-            self._patient = self.depth > 0
+        self._patient = self.depth > 0
+
+    def begin(self) -> None:
+        """Begin another generation: what was accepted in the last one counts for less."""
+        self.rates.fade()
+        self.opening, self._cycles, self._second = [], 0, False
+        self._lasted, self._patient, self.depth = 0, False, 0
+        self.depth = self._best(0.0)
 
     @property
     def quiet(self) -> bool:
         """Whether plain decoding is settled and no trial is due: then most cycles need no attention."""
-        return self.rates.plain_cycles > QUIET and not (self.depth or self.trials.running)
+        return self.rates.plain_cycles > QUIET and not (self.depth or self.opening or self._cycles)
 
     @property
     def gain(self) -> float:
@@ -248,18 +150,32 @@ class DrafterDepth:
 
     def next_depth(self, budget: Budget) -> int:
         """The depth of the next draft: as deep as the budget could pay if nothing of it were accepted."""
-        loss = self.rates.worst_loss(1)
-        depth = self.trials.depth(self.depth, budget.affords(loss), self._wait(loss))
+        if not self.affordable(budget, 1):
+            self.opening = []
+            if self.depth or self._cycles:
+                self._end_trial()
+            return 0
+        if not (self.opening or self._cycles) and self._tokens >= self._wait():
+            self._cycles = TRIES
+        depth = self.opening[0] if self.opening else self._tried() if self._cycles else self.depth
         while depth and not self.affordable(budget, depth):
             depth -= 1
         return depth
 
-    def _wait(self, loss: float) -> float:
-        """Tokens between trials while speculation is off; 0 before the first draft, since the table may be wrong."""
-        return max(loss / (TRIAL * self.rates.plain_seconds), REST) if self.rates.drafts else 0.0
-
     def affordable(self, budget: Budget, depth: int) -> bool:
         return budget.affords(self.rates.worst_loss(depth))
+
+    def _tried(self) -> int:
+        """The depth of the running or next trial."""
+        others = (0, min(self.depth + 1, self._deepest), self.depth - 1)
+        return others[self._others % len(others)] if self.depth else 1
+
+    def _wait(self) -> float:
+        """Tokens between trials; none before the first draft while speculation is off, since the table may be wrong."""
+        if self.depth:
+            return self._distance
+        rates = self.rates
+        return max(rates.worst_loss(1) / (TRIAL * rates.plain_seconds), REST) if rates.drafts else 0.0
 
     def observe(self, cycle: CycleRecord, pace: float) -> None:
         """Learn from a cycle that asked this drafter, or that asked none.
@@ -267,19 +183,55 @@ class DrafterDepth:
         Args:
             pace: tokens per second of the chain, at the table's load; 0 for a drafter that is alone.
         """
-        rates, trials = self.rates, self.trials
-        rates.observe(cycle)
-        trials.passed(len(cycle.emitted))
-        if trials.is_news(cycle, self.depth):
-            rates.restart(cycle)
-        trials.observe(cycle, self.depth, rates.first_acceptance)
-        rates.update()
-        self._move(self._best(pace))
+        self.rates.observe(cycle)
+        self._pass(len(cycle.emitted))
+        if self._cycles:
+            self._try(cycle)
+        self.rates.update()
+        depth = self._best(pace)
+        if bool(depth) != bool(self.depth):
+            if self._lasted >= LASTING:
+                self._distance = self._config.first_probe
+            self._lasted = 0
+            self._end_trial()
+            self._patient = self._patient and depth > 0
+        self.depth = depth
+        if depth:
+            self._lasted += 1
+            if self._lasted == LASTING:
+                self._distance = self._config.first_probe
 
     def idle(self, tokens: int) -> None:
         """Count the tokens of a cycle that did without this drafter."""
         self.rates.plain_cycles += 1
-        self.trials.passed(tokens)
+        self._pass(tokens)
+
+    def _pass(self, tokens: int) -> None:
+        if self.opening:
+            self.opening.pop(0)
+        else:
+            self._tokens += tokens
+
+    def _try(self, cycle: CycleRecord) -> None:
+        """Continue or end the running trial; an accepted first draft while speculation is off is news."""
+        first = not (self.depth or self._second)
+        if first and cycle.accepted:
+            self.rates.restart(cycle)
+        self._cycles -= 1
+        if cycle.depth and not cycle.offered and self._cycles:
+            return  # nothing was drafted
+        if first and self.rates.first_acceptance > HOPELESS:
+            self._second, self._cycles = True, 1
+            return
+        if self.depth:
+            self._others += 1
+            self._distance = min(2 * self._distance, self._config.last_probe)
+        self._end_trial()
+
+    def _end_trial(self) -> None:
+        """Count the tokens until the next trial from here."""
+        self._tokens = self._cycles = 0
+        self._second = False
 
     def _best(self, pace: float) -> int:
         """The best depth, or the current one if the gain is too small and it beats plain decoding.
@@ -294,27 +246,14 @@ class DrafterDepth:
             tokens, seconds = self.rates.tokens, self.rates.seconds
             worth = [count - pace * spent for count, spent in zip(tokens, seconds, strict=True)]
             best = worth.index(max(worth))
-            enough = worth[best] - worth[depth] > self._min_gain * tokens[depth]
+            enough = worth[best] - worth[depth] > self._config.min_gain * tokens[depth]
         else:
             best = rates.index(fastest)
-            enough = fastest > rates[depth] * (1.0 + self._min_gain)
+            enough = fastest > rates[depth] * (1.0 + self._config.min_gain)
         chosen = best if enough or rates[depth] < rates[0] else depth
         if chosen == 0 and depth and self._patient and self.rates.drafts < PATIENCE:
             return 1  # a few wrong drafts at the start are more often bad luck than a bad drafter
         return chosen
-
-    def _move(self, depth: int) -> None:
-        if bool(depth) != bool(self.depth):
-            if self._lasted >= LASTING:
-                self.trials.reset()
-            self._lasted = 0
-            self.trials.cancel()
-            self._patient = self._patient and depth > 0
-        self.depth = depth
-        if depth:
-            self._lasted += 1
-            if self._lasted == LASTING:
-                self.trials.reset()
 
 
 class AdaptivePolicy(DepthPolicy):
@@ -322,31 +261,33 @@ class AdaptivePolicy(DepthPolicy):
 
     def __init__(self, config: AdaptiveConfig, learnt: Learnt | None = None) -> None:
         self._config, self._learnt = config, learnt if learnt is not None else Learnt()
-        passes, last = self._learnt.passes[: config.max_depth + 1], self._learnt.last
-        self._passes, self._budget = PassCosts(passes), Budget(passes[0])
-        self._last: Mapping[str, DrafterDepth] = {} if last is None else dict(last._drafters)
-        if last is not None:
-            self._passes.adopt(last._passes)
-            self._budget = attrs.evolve(last._budget)
-        self._drafters: dict[str, DrafterDepth] = {}
+        last = self._learnt.last
+        if last is None:
+            passes = self._learnt.passes[: config.max_depth + 1]
+            self._passes, self._budget = PassCosts(passes), Budget(passes[0])
+            self._drafters: dict[str, DrafterDepth] = {}
+            self._of("")
+        else:
+            parts = last._passes, last._budget, dict(last._drafters)
+            self._passes, self._budget, self._drafters = copy.deepcopy(parts)
+            self._passes.begin()
+            for one in self._drafters.values():
+                one.begin()
         self._tokens = self._seconds = 0.0  # decayed sums, at the table's load
         self._asked: dict[str, int] = {}  # the depths that a chain asked for in this cycle
-        for name in self._last or [""]:
-            self._of(name)
 
     def _of(self, drafter: str) -> DrafterDepth:
         """The depth of a drafter, by its name in a chain; a name seen for the first time starts from the table."""
         if drafter not in self._drafters:
             drafts = self._learnt.drafts[: self._config.max_depth + 1]
-            priced, last = self._learnt.table is not None, self._last.get(drafter)
-            self._drafters[drafter] = DrafterDepth(self._config, self._passes, drafts, last, priced)
+            self._drafters[drafter] = DrafterDepth(self._config, self._passes, drafts, self._learnt.table is not None)
         return self._drafters[drafter]
 
     @property
     def reason(self) -> str:
         """Why the depth is 0, or an empty string."""
         drafters = self._drafters.values()
-        if active := [one for one in drafters if one.depth or one.trials.opening]:
+        if active := [one for one in drafters if one.depth or one.opening]:
             if any(one.affordable(self._budget, 1) for one in active):
                 return ""
             return "drafting has lost what it may for now; it is tried again later"

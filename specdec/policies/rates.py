@@ -16,12 +16,9 @@ CARRIED = 8.0  # most observations per position that one generation hands to the
 CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
 SLOWER = 0.3  # nats; anything slower is clipped as an outlier, such as a burst of other work on the machine
 FASTER = 1.5  # nats; the limit is wider here because no outlier makes a cycle faster
-NOISE = 0.02  # initial variance of a cycle's log seconds, a deviation of 14 %
-NOISES = 16  # pairs of equal cycles over which the noise is averaged
-DOUBT = 0.08  # variance of a table entry, relative to the other entries, before the first visit
-DRIFT = 0.02  # variance per cycle of the load that all depths share
-UNKNOWN = 1.0  # variance of the load before it is measured: the first cycles may be unlike all later ones
-TRUSTED = 100  # visits after which confidence in an entry stops growing
+FOLLOWED = 0.6  # share of a cycle's surprise that the load follows
+DOUBT = 4.0  # what an entry takes of a surprise: DOUBT of DOUBT + 1 + its visits
+TRUSTED = 100  # visits after which an entry moves no slower
 FIRST = 3  # cycles whose median is the first load: the very first one runs on cold caches
 CONTRAST = 4  # cycles after a change of depth that compare the two depths
 LEARNING = 10  # visits during which an entry also moves its unvisited neighbours
@@ -48,11 +45,11 @@ class Counts:
         """Discard all counts."""
         self.seen, self.passed = [0.0] * len(self.seen), [0.0] * len(self.seen)
 
-    def adopt(self, other: Counts) -> None:
-        """Start from another generation's counts, weighted as at most ``CARRIED`` observations."""
-        for position in range(min(len(self.seen), len(other.seen))):
-            share = min(1.0, CARRIED / max(other.seen[position], CARRIED))
-            self.seen[position], self.passed[position] = share * other.seen[position], share * other.passed[position]
+    def fade(self) -> None:
+        """Let the counts weigh as at most ``CARRIED`` observations."""
+        for position, seen in enumerate(self.seen):
+            share = CARRIED / max(seen, CARRIED)
+            self.seen[position], self.passed[position] = share * seen, share * self.passed[position]
 
     def ratio(self, position: int, prior: float) -> float:
         """The share that got past a position; the prior counts as ``PRIOR_WEIGHT`` observations."""
@@ -64,8 +61,7 @@ class PassCosts:
 
     ``log seconds = log table[tokens] + load + own[tokens]``. All depths share the load (other work, clock rate); it
     changes fast and does not affect comparisons of depths. A depth's own correction is learnt from visits and changes
-    slowly; an unvisited depth is interpolated from its nearest visited neighbours. Both are estimated by a filter of
-    two scalars that ignores their covariance.
+    slowly; an unvisited depth is interpolated from its nearest visited neighbours. Both are running averages.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
@@ -74,10 +70,8 @@ class PassCosts:
         self._visits = [0] * len(table)
         self._first: list[float] = []
         self._load = 0.0  # of this generation, first measured after FIRST cycles
-        self._load_doubt = UNKNOWN  # its variance
-        self._noise = NOISE
         self._contrast = 0  # cycles for which the load is still that of another depth
-        self._before = (-1, 0.0)  # drafted tokens and log seconds of the previous cycle
+        self._last = -1  # drafted tokens of the previous cycle
         self.seconds = [math.exp(value) for value in self._table]
         """By drafted tokens, at the table's load; depths are compared by these."""
 
@@ -85,24 +79,18 @@ class PassCosts:
         """Learn that a cycle with ``tokens`` drafted tokens took ``seconds``; ignores drafts beyond the table."""
         if tokens >= len(self._own):
             return
-        logged = math.log(max(seconds, CLOCK_STEP))
-        measured = logged - self._table[tokens] - self._own[tokens]
-        same, earlier = self._before[0] == tokens, self._before[1]
-        self._contrast = CONTRAST if not same and len(self._first) == FIRST else max(self._contrast - 1, 0)
-        self._before = tokens, logged
-        if same:  # the difference of two equal cycles depends on neither table nor load
-            self._noise += (min(abs(logged - earlier), SLOWER) ** 2 / 2 - self._noise) / NOISES
+        measured = math.log(max(seconds, CLOCK_STEP)) - self._table[tokens] - self._own[tokens]
+        changed, self._last = tokens != self._last, tokens
         if len(self._first) < FIRST:
             self._first.append(measured)
             self._load = statistics.median(self._first)
             return
+        self._contrast = CONTRAST if changed else max(self._contrast - 1, 0)
         surprise = min(max(measured - self._load, -FASTER), SLOWER)
         # Cycles of a single depth say nothing about its cost relative to others: attribute all of it to the load.
-        doubt = DOUBT / (1 + self._visits[tokens]) if self._contrast else 0.0
-        total = doubt + self._load_doubt + self._noise
-        self._load += surprise * self._load_doubt / total
-        self._own[tokens] += surprise * doubt / total
-        self._load_doubt = max(DRIFT, self._load_doubt * (1 - self._load_doubt / total))
+        share = DOUBT / (DOUBT + 1 + self._visits[tokens]) if self._contrast else 0.0
+        self._load += FOLLOWED * (1 - share) * surprise
+        self._own[tokens] += share * surprise
         if not self._contrast:
             return
         self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
@@ -130,10 +118,9 @@ class PassCosts:
         verified = min(cycle.verify_seconds + cycle.commit_seconds, math.exp(SLOWER) * expected)
         return cycle.draft_seconds + verified - self.plain(cycle) * len(cycle.emitted)
 
-    def adopt(self, other: PassCosts) -> None:
-        """Start from what another generation with the same table learnt; the load is measured again."""
-        self._own, self._visits = list(other._own), list(other._visits)
-        self._price_all()
+    def begin(self) -> None:
+        """Begin another generation: the load is measured again."""
+        self._first, self._load, self._contrast, self._last = [], 0.0, 0, -1
 
     def _price(self, tokens: int) -> None:
         self.seconds[tokens] = math.exp(self._table[tokens] + self._own[tokens])
@@ -195,12 +182,6 @@ class DraftCosts:
         first, step = self.line
         return max(first + step * tokens, 0.0)
 
-    def adopt(self, other: DraftCosts) -> None:
-        """Continue with what another generation with the same table learnt."""
-        self._count, self._x, self._xx = other._count, other._x, other._xx
-        self._y, self._xy, self._expected = other._y, other._xy, other._expected
-        self._fit()
-
     def _fit(self) -> None:
         near, far, low, high = self._ends
         scale = self._y / self._expected if self._expected else 1.0
@@ -255,12 +236,12 @@ class Rates:
         """Decayed count of the cycles that observed position 0."""
         return self._gains.seen[0]
 
-    def adopt(self, other: Rates) -> None:
-        """Start from what another generation learnt; its acceptance counts for less."""
-        self._gains.adopt(other._gains)
-        self._offers.adopt(other._offers)
-        self._drafts.adopt(other._drafts)
-        self._slowness = other._slowness
+    def fade(self) -> None:
+        """Begin another generation: what the last one accepted counts for less, and the drafter is not idle."""
+        self._gains.fade()
+        self._offers.fade()
+        self.plain_cycles = 0
+        self.update()
 
     @property
     def catching_up(self) -> bool:

@@ -10,7 +10,8 @@ import importlib.metadata
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,7 @@ from specdec.errors import (
 from specdec.locks import ForkSafeLock
 from specdec.logs import get_logger
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, check_specs, kind_of, names_of
-from specdec.registry.plugins import (
-    Entry,
-    Failure,
-    Origin,
-    Plugin,
-    file_of,
-    flag,
-    module_of,
-    of_built_in,
-    of_entry_point,
-)
+from specdec.registry.plugins import Entry, Failure, Origin, Plugin, flag, module_of, of_built_in, of_entry_point
 
 if TYPE_CHECKING:
     import click
@@ -97,20 +88,16 @@ class Registry:
         self._failures: list[Failure] = []
         self._lock = ForkSafeLock()
         self._importing = False
+        self._observers: tuple[Plugin, ...] = ()
         installed = self._installed() if entry_points is None else map(of_entry_point, entry_points)
-        self._waiting: list[Iterable[Plugin]] = [installed, map(of_built_in, tuple(built_ins))]
-        self._observers: tuple[Hook, ...] = ()
-        self._ready = False
+        self._waiting = deque(installed), deque(map(of_built_in, built_ins))
 
     def load(self) -> None:
         """Load everything not loaded yet; every look-up does this.
 
         Raises: PluginError for the first failure or conflict, when strict.
         """
-        if not self._ready:
-            self._advance(built_ins=True)
-            self._find_observers()
-            self._ready = True
+        self._advance(built_ins=True)
         if self.strict:
             self._raise_failures()
             for kind, name, claims in self._conflicts():
@@ -120,14 +107,10 @@ class Registry:
     def register(self, plugin: object, name: str | None = None) -> None:
         """Add a plugin of this program: a module, or an object with ``@hookimpl`` methods.
 
-        A script that is installed as a plugin too is registered already: then nothing is added.
-
         Raises: PluginError when it cannot be registered, or a name that it provides is taken.
         """
         self.load()
         module = module_of(plugin)
-        if module == "__main__" and self._holds_script(plugin):
-            return
         with self._lock.held:
             outcome = self._admit(Plugin(name or module, Origin(module=module), lambda: plugin))
             if isinstance(outcome, Failure):
@@ -136,7 +119,6 @@ class Registry:
                 if any(claim.owner is outcome for claim in claims):
                     self._remove(outcome)
                     raise _conflict_error(kind, taken, claims, None)
-            self._find_observers()
 
     def origin_of(self, spec: Spec) -> Origin:
         """Where ``spec`` comes from; an unregistered spec belongs to this program."""
@@ -211,10 +193,9 @@ class Registry:
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
         if plugin and not self.has_distribution(plugin):
             remedy = f"install {plugin} (plugins/ in specdec's repository), {why}"
-        failed = sorted({word for failure in broken for word in (failure.name, *failure.provides)})
         raise UnknownNameError(
             f"no {kind.value} {'reads model_type' if kind is Kind.MODEL else 'is called'} {name!r}."
-            f"{did_you_mean(name, [*known, *failed])}",
+            f"{did_you_mean(name, [*known, *(failure.name for failure in broken)])}",
             **facts,
             not_loaded="; ".join(map(str, broken)) or None,
             try_=remedy,
@@ -256,9 +237,9 @@ class Registry:
         Raises: PluginError when a plugin fails; continuing would run another engine than intended.
         """
         self.load()
-        for plugin, call in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
+        for plugin in reversed(self._with("specdec_forward_pass")):  # pluggy's order: the last one first
             with calling(plugin, "specdec_forward_pass"):
-                model: ForwardPass | None = call(target_config=target_config)
+                model: ForwardPass | None = plugin.call("specdec_forward_pass", target_config=target_config)
             if model is not None:
                 return model
         return None
@@ -266,12 +247,11 @@ class Registry:
     def notify_cycle(self, record: CycleRecord) -> tuple[str, ...]:
         """Pass a cycle to every observer; one that raises is recorded and switched off, and the reason is returned."""
         reasons: tuple[str, ...] = ()
-        for observer in self._observers:
-            plugin, call = observer
+        for plugin in self._observers:
             try:
-                call(record=record)
+                plugin.call("specdec_cycle", record=record)
             except Exception as error:  # an observer must not end a generation
-                self._observers = tuple(other for other in self._observers if other is not observer)
+                self._observers = tuple(other for other in self._observers if other is not plugin)
                 why = reason(plugin, "specdec_cycle", error)
                 reasons = (*reasons, f"an observer was switched off: {why}")
                 self._fail(Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
@@ -282,18 +262,19 @@ class Registry:
     def hooks(self) -> list[tuple[str, Plugin]]:
         """What plugins do beside registering specs: a word for it, and the plugin."""
         self.load()
-        return [(word, plugin) for hook, word in HOOKS.items() for plugin, _ in self._hooks(hook)]
+        return [(word, plugin) for hook, word in HOOKS.items() for plugin in self._with(hook)]
 
-    def _find_observers(self) -> None:
-        self._observers = tuple(self._hooks("specdec_cycle"))
+    def _with(self, hook: str) -> list[Plugin]:
+        """The plugins that implement a hook, in load order."""
+        return [plugin for plugin in self._plugins if hook in plugin.hooks]
 
     def add_commands(self, cli: click.Group) -> None:
         """Let installed plugins add commands; one that raises or uses a taken name adds none."""
         self._advance(built_ins=False)
-        for plugin, call in self._hooks("specdec_commands"):
+        for plugin in self._with("specdec_commands"):
             before = dict(cli.commands)
             try:
-                call(cli=cli)
+                plugin.call("specdec_commands", cli=cli)
                 taken = sorted(name for name, command in before.items() if cli.commands.get(name) is not command)
                 if taken:
                     raise PluginError(f"the command {taken[0]!r} exists already")
@@ -313,12 +294,10 @@ class Registry:
                 raise PluginError("a plugin asked for the registry while it was being imported")
             self._importing = True
             try:
-                for number in range(1 + built_ins):
-                    queue = list(self._waiting[number])
-                    self._waiting[number] = queue
+                for queue in self._waiting[: 1 + built_ins]:
                     while queue:
                         outcome = self._admit(queue[0])
-                        del queue[0]
+                        queue.popleft()
                         if isinstance(outcome, Failure):
                             self._fail(outcome)
             finally:
@@ -326,7 +305,7 @@ class Registry:
 
     def _admit(self, candidate: Plugin) -> Plugin | Failure:
         """Import, register and collect one plugin completely, or return a Failure."""
-        during, provides, admitted = "import", list[str](), candidate
+        during, admitted = "import", candidate
         try:
             loaded = candidate.load()
             during = "registration"
@@ -334,24 +313,23 @@ class Registry:
             if self._manager.is_registered(loaded):
                 raise PluginError("the same plugin is registered already")
             admitted = attrs.evolve(candidate, plugin=loaded)
-            self._register(admitted)
-            entries = self._collect(admitted, provides)
+            admitted = attrs.evolve(admitted, hooks=self._register(loaded))
+            kinds = [(kind, info) for kind, info in KINDS.items() if info.hook in admitted.hooks]
+            entries = [
+                Entry(kind, spec, admitted)
+                for kind, info in kinds
+                for spec in check_specs(info, admitted.call(info.hook))
+            ]
         except BaseException as error:
             self._remove(admitted)
             if isinstance(error, Exception):
-                return Failure(candidate.name, candidate.origin, error, during, tuple(provides))
+                return Failure(candidate.name, candidate.origin, error, during)
             raise
         self._plugins.append(admitted)
         self._entries += entries
+        if "specdec_cycle" in admitted.hooks:
+            self._observers += (admitted,)
         return admitted
-
-    def _holds_script(self, plugin: object) -> bool:
-        """Whether ``plugin``, of the script that is running, was loaded from the script's file as a module too."""
-        script, kind = file_of("__main__"), type(plugin).__qualname__
-        return script is not None and any(
-            type(loaded.plugin).__qualname__ == kind and file_of(module_of(loaded.plugin)) == script
-            for loaded in self._plugins
-        )
 
     def _remove(self, plugin: Plugin) -> None:
         """Remove a plugin and everything it registered."""
@@ -359,6 +337,7 @@ class Registry:
             self._manager.unregister(plugin.plugin)
         self._plugins = [loaded for loaded in self._plugins if loaded is not plugin]
         self._entries = [entry for entry in self._entries if entry.owner is not plugin]
+        self._observers = tuple(observer for observer in self._observers if observer is not plugin)
 
     def _fail(self, failure: Failure) -> None:
         """Record a failure."""
@@ -370,14 +349,6 @@ class Registry:
             during=failure.during,
             error=failure.reason,
         )
-
-    def _hooks(self, name: str) -> list[Hook]:
-        """The plugins that implement a hook, in load order, with their implementation."""
-        return [(plugin, self._caller(plugin, name)) for plugin in self._plugins if name in self._implemented(plugin)]
-
-    def _caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
-        others = [other for other in self._manager.get_plugins() if other is not plugin.plugin]
-        return self._manager.subset_hook_caller(hook, others)
 
     def _installed(self) -> Iterator[Plugin]:
         names: set[str] = set()
@@ -394,36 +365,23 @@ class Registry:
                 yield from plugins
             names |= {name} if mine else set()
 
-    def _register(self, plugin: Plugin) -> None:
-        """Register with pluggy.
+    def _register(self, plugin: Any) -> dict[str, pluggy.HookImpl]:
+        """Register with pluggy; returns the plugin's implementations by hook.
 
         Raises: PluginError for what has no hook, or one without ``@hookimpl``, which would silently never be called.
         """
-        self._manager.register(plugin.plugin, f"{plugin} #{id(plugin)}")
+        self._manager.register(plugin, f"#{id(plugin)}")
         self._manager.check_pending()
-        implemented = self._implemented(plugin)
+        callers = self._manager.get_hookcallers(plugin) or []
+        hooks = {c.name: impl for c in callers for impl in c.get_hookimpls() if impl.plugin is plugin}
         for hook in vars(hookspecs):
-            if hook.startswith("specdec_") and hook not in implemented:
-                function = inspect.getattr_static(plugin.plugin, hook, None)
+            if hook.startswith("specdec_") and hook not in hooks:
+                function = inspect.getattr_static(plugin, hook, None)
                 if function is not None and getattr(function, "__module__", "") != hookspecs.__name__:
                     raise PluginError(f"{hook} is not marked @specdec.hookimpl")
-        if not implemented:
+        if not hooks:
             raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
-
-    def _implemented(self, plugin: Plugin) -> set[str]:
-        return {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
-
-    def _collect(self, plugin: Plugin, provides: list[str]) -> list[Entry]:
-        """Every spec of a plugin; adds their names to ``provides`` as it goes, for use in a Failure."""
-        entries: list[Entry] = []
-        implemented = self._implemented(plugin)
-        for kind, info in KINDS.items():
-            results = self._caller(plugin, info.hook)() if info.hook in implemented else []
-            for result in results:  # one list per implementation; here there is one
-                for spec in check_specs(info, result):
-                    provides += dict.fromkeys((spec.name, *names_of(spec)))
-                    entries.append(Entry(kind, spec, plugin))
-        return entries
+        return hooks
 
 
 HOOKS: Mapping[str, str] = {
@@ -432,9 +390,6 @@ HOOKS: Mapping[str, str] = {
     "specdec_commands": "commands",
 }
 """The hooks that register no specs, and a word for what implements each."""
-
-Hook = tuple[Plugin, Callable[..., Any]]
-"""A plugin and its implementation of a hook."""
 
 
 def _conflict_error(kind: Kind, name: str, claims: Sequence[Entry], asked_by: str | None) -> PluginError:

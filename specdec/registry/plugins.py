@@ -6,18 +6,15 @@ import functools
 import importlib
 import importlib.metadata
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import attrs
+import pluggy
 
 from specdec.errors import PluginError, described
-from specdec.logs import get_logger
 from specdec.registry.kinds import Kind, Spec
-
-log = get_logger(__name__)
 
 
 @attrs.frozen
@@ -41,15 +38,18 @@ class Origin:
 
 @attrs.frozen(eq=False)
 class Plugin:
-    """A plugin: ``load`` imports it, and ``plugin`` is what came of that."""
+    """A plugin: ``load`` imports it, ``plugin`` is what came of that, and ``hooks`` are its implementations."""
 
     name: str
     origin: Origin
     load: Callable[[], object]
     plugin: Any = None
+    hooks: Mapping[str, pluggy.HookImpl] = attrs.field(factory=dict)
 
-    def __str__(self) -> str:
-        return f"{self.name} ({self.origin})"
+    def call(self, hook: str, **arguments: Any) -> Any:
+        """Call its implementation of a hook, which may take fewer arguments than the hook gives."""
+        implementation = self.hooks[hook]
+        return implementation.function(*(arguments[name] for name in implementation.argnames))
 
 
 @attrs.frozen(eq=False)
@@ -74,7 +74,6 @@ class Failure:
     origin: Origin
     error: Exception
     during: str  # "import", "registration", or the hook that raised
-    provides: tuple[str, ...] = ()  # names of its specs, as far as they are known
 
     @property
     def reason(self) -> str:
@@ -91,7 +90,7 @@ class Failure:
 
     def stands_for(self, name: str) -> bool:
         """Whether this plugin most likely provides ``name``."""
-        return name == self.name or name in self.provides or self.origin.distribution == f"specdec-{name}"
+        return name == self.name or self.origin.distribution == f"specdec-{name}"
 
     def remedy(self, otherwise: str | None = None) -> str:
         """What the user can do about it."""
@@ -121,11 +120,6 @@ def flag(name: str) -> bool:
 def module_of(plugin: object) -> str:
     """The name of the module that a plugin is, or is made in."""
     return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
-
-
-def file_of(module: str) -> str | None:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return None if file is None else os.path.realpath(file)
 
 
 def of_built_in(built_in: str | object) -> Plugin:

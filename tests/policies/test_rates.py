@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract import CycleRecord
-from specdec.policies.adaptive import HOPELESS, TRIES, Trials
+from specdec.policies.adaptive import LASTING, TRIES, AdaptiveConfig, Budget, DrafterDepth
 from specdec.policies.rates import STALE, PassCosts, Rates
 
 
@@ -59,45 +59,44 @@ def test_a_restart_forgets_acceptance_and_keeps_times():
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
-def run(trials, current, cycles, *, gain=0.0, opinion=True):
-    """The depths of so many cycles of one token each, all drafts rejected; while off, a trial comes after four."""
+def run(current, cycles, *, wait=4, opinion=True, accepted=()):
+    """The depths of so many cycles of one token each; a trial comes after ``wait`` tokens, if any are given."""
+    config = AdaptiveConfig(max_depth=6, first_probe=4, last_probe=16)
+    one = DrafterDepth(config, PassCosts([1.0] * 7), [0.0] * 7, priced=True)
+    one.depth, one._best, one._lasted = current, lambda pace: current, LASTING
+    if wait is not None:
+        one._wait = lambda: wait
     depths = []
-    for _ in range(cycles):
-        depth = trials.depth(current, affordable=True, wait=4)
+    for at in range(cycles):
+        depth = one.next_depth(Budget(1.0))
         depths.append(depth)
-        trials.passed(1)
         offered = depth if opinion else 0
-        trials.observe(CycleRecord(9, depth, offered, 0, (0,), 0.0, 0.0, 0.0), current, gain)
-    return depths
+        one.observe(CycleRecord(9, depth, offered, int(at in accepted), (0,), 0.0, 1.0, 0.0), 0.0)
+    return depths, one
 
 
 def test_distances_double_up_to_the_last():
-    asked = run(Trials(4, 16, 6), 3, 80)
+    asked, _ = run(3, 80, wait=None)
     at = [cycle for cycle, depth in enumerate(asked) if depth != 3]
     assert at[:2] == [4, 13]  # after 4 and 8 tokens, the trial's own token not counted
     assert {later - earlier for earlier, later in zip(at[2:], at[3:], strict=False)} == {17}
 
 
 def test_a_drafter_without_a_draft_is_asked_a_few_times():
-    assert run(Trials(4, 16, 6), 0, 4 + TRIES + 1, opinion=False) == [0] * 4 + [1] * TRIES + [0]
+    assert run(0, 4 + TRIES + 2, opinion=False)[0] == [0] * 4 + [1] * TRIES + [0] * 2
 
 
-@pytest.mark.parametrize(("gain", "cycles"), [(HOPELESS, 1), (HOPELESS + 0.01, 2)])
-def test_only_a_hopeless_draft_has_no_second_cycle(gain, cycles):
-    assert run(Trials(4, 16, 6), 0, 8, gain=gain) == [0] * 4 + [1] * cycles + [0] * (4 - cycles)
+def test_only_a_hopeless_draft_has_no_second_cycle():
+    assert run(0, 16)[0] == [*[0] * 4, 1, 1, *[0] * 4, 1, *[0] * 4, 1]
 
 
 def test_speculation_tries_plain_decoding_and_both_neighbours_in_turn():
-    asked = run(Trials(1, 1, 6), 6, 6)  # one token between trials
-    assert [depth for depth in asked if depth != 6] == [0, 5]
-    assert [depth for depth in run(Trials(1, 1, 6), 3, 6) if depth != 3] == [0, 4, 2]
+    assert [depth for depth in run(6, 6, wait=1)[0] if depth != 6] == [0, 5]  # one token between trials
+    assert [depth for depth in run(3, 6, wait=1)[0] if depth != 3] == [0, 4, 2]
 
 
-def test_an_accepted_first_draft_is_news_while_speculation_is_off():
-    trials, accepted = Trials(4, 16, 6), CycleRecord(9, 1, 1, 1, (0, 0), 0.0, 0.0, 0.0)
-    assert not trials.is_news(accepted, 0)  # no trial runs
-    assert trials.depth(0, affordable=True, wait=0) == 1
-    assert trials.is_news(accepted, 0)
-    assert not trials.is_news(accepted, 2)
-    trials.observe(accepted, 0, 1.0)
-    assert not trials.is_news(accepted, 0)  # the second cycle is for its time
+@pytest.mark.parametrize(("accepted", "drafts"), [((), 2), ((4,), 2), ((5,), 2), ((10,), 1)])
+def test_an_accepted_first_draft_is_news_while_speculation_is_off(accepted, drafts):
+    """What was learnt before it is forgotten; the second cycle of a trial is for its time."""
+    _, one = run(0, 11 if accepted == (10,) else 6, accepted=accepted)
+    assert round(one.rates.drafts) == drafts

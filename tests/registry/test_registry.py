@@ -263,18 +263,3 @@ def test_an_interrupted_load_goes_on_where_it_was():
         registry.load()
     assert registry.drafter("slow").name == "slow"
     assert registry.failures == []
-
-
-def test_a_script_that_is_installed_as_well_is_registered_once(ship, tmp_path, monkeypatch):
-    """``python echo.py`` after ``pip install -e .``: the module is loaded twice, as ``__main__`` and by its name."""
-    source = GOOD.format(name="echo")
-    module = ship("specdec-echo", source, name="echo")
-    registry, script = Registry(LIGHT), types.ModuleType("__main__")
-    exec(source, vars(script))
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    script.__file__ = str(tmp_path / "other.py")
-    with pytest.raises(PluginError, match="2 plugins provide a drafter called 'echo'"):
-        registry.register(script)
-    script.__file__ = str(tmp_path / f"{module}.py")
-    registry.register(script)
-    assert names(registry, Kind.DRAFTER).count("echo") == 1

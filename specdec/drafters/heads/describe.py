@@ -15,16 +15,15 @@ from specdec.drafters.heads.eagle import EagleNetwork
 from specdec.drafters.heads.files import DSPARK, EAGLE, P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.network import expected_tensors
-from specdec.drafters.heads.refiner import Marginals, MarkovRefiner, Refiner
+from specdec.drafters.heads.refiner import MarkovRefiner, Refiner
 from specdec.models.weights import Weights
 
 
 def builder(layout: Layout, chosen: type[Refiner] | None = None) -> Callable[[Weights, Layout], Any]:
-    """What builds a head's network from its weights, and a block head's refiner: ``chosen``, or that of its kind."""
-    kind = chosen or (MarkovRefiner if layout.kind == DSPARK else Marginals)
-    if layout.kind in (EAGLE, P_EAGLE):
-        return lambda weights, layout: (EagleNetwork.of(weights, layout), None)
-    return lambda weights, layout: (BlockNetwork.of(weights, layout), kind.of(weights, layout))
+    """What builds a head's network from its weights, and a block head's refiner: ``chosen``, or DSpark's, or none."""
+    kind = chosen or (MarkovRefiner if layout.kind == DSPARK else None)
+    network = EagleNetwork if layout.kind in (EAGLE, P_EAGLE) else BlockNetwork
+    return lambda weights, layout: (network.of(weights, layout), kind and kind.of(weights, layout))
 
 
 @attrs.frozen(kw_only=True)

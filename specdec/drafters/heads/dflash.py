@@ -18,50 +18,19 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, Ops
+from specdec.backends.ops import Array
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import HeadAttention, mlp, norm
-from specdec.models.decoder import GatedMlp, RmsNorm
+from specdec.drafters.heads.network import HeadLayer, Network, norm
+from specdec.models.decoder import RmsNorm
 from specdec.models.weights import Weights
 
 
 @attrs.frozen(kw_only=True)
-class BlockLayer:
-    """A decoder layer of a block head."""
+class BlockNetwork(Network):
+    """The head's own weights; a refiner reads the output of ``logit_norm``."""
 
-    input_norm: RmsNorm
-    mixer: HeadAttention
-    post_norm: RmsNorm
-    mlp: GatedMlp
-    window: int | None
-    from_anchor: bool  # the window counts from the first row of the block
-    bidirectional: bool
-
-    def __call__(self, x: Array, cache: Any) -> Array:
-        rows, anchor = x.shape[0], int(cache.length)
-        first = [0] * rows
-        if self.window is not None and self.from_anchor:
-            first = [max(0, anchor - self.window)] * rows
-        elif self.window is not None:
-            first = [max(0, anchor + row - self.window + 1) for row in range(rows)]
-        x = self.mixer(self.input_norm(x), x, cache, first, causal=not self.bidirectional)
-        return self.mlp(self.post_norm(x), x)
-
-    def extend(self, features: Array, cache: Any) -> None:
-        """Append the keys and values of context features ``[T, H_d]``; they are committed."""
-        self.mixer.fill(features, cache)
-        cache.commit(features.shape[0])
-
-
-@attrs.frozen(kw_only=True)
-class BlockNetwork:
-    """The head's own weights. ``logit_norm``: the final norm, whose output the head's logits and a refiner read."""
-
-    ops: Ops
     fc: Array
     hidden_norm: RmsNorm
-    layers: tuple[BlockLayer, ...]
-    logit_norm: RmsNorm
     masked: None = None  # the rows' states: none
 
     @classmethod
@@ -70,45 +39,28 @@ class BlockNetwork:
         g, states = layout.geometry, layout.states
         assert states is not None
         encoder = "encoder.fc.weight" in weights
-        layers = []
-        for number in range(g.layers):
-            layer = weights.under(f"layers.{number}.")
-            layers.append(
-                BlockLayer(
-                    input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
-                    mixer=HeadAttention.trained(layer, g, g.hidden, normed=True),
-                    post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
-                    mlp=mlp(layer, g),
-                    window=g.windows[number],
-                    from_anchor=layout.window_from_anchor,
-                    bidirectional=layout.bidirectional[number],
-                )
-            )
         width = states.count * layout.target_hidden
         return cls(
             ops=weights.ops,
             fc=weights.matrix("encoder.fc.weight" if encoder else "fc.weight", (g.hidden, width)),
             hidden_norm=norm(weights, "encoder.output_norm_enc" if encoder else "hidden_norm", g.hidden, g.eps),
-            layers=tuple(layers),
+            layers=tuple(HeadLayer.of(weights, layout, number) for number in range(g.layers)),
             logit_norm=norm(weights, "norm", g.hidden, g.eps),
         )
-
-    def new_caches(self, capacity: int) -> list[Cache]:
-        """Empty caches, one per layer."""
-        return [layer.mixer.new_cache(capacity) for layer in self.layers]
 
     def fused(self, states: Array) -> Array:
         """Context features ``[T, H_d]`` of states ``[T, n * H_t]``."""
         return self.hidden_norm(self.ops.linear(states, self.fc))
 
     def extend(self, caches: Sequence[Any], features: Array) -> None:
-        """Append context features to every layer's cache."""
+        """Append the keys and values of context features ``[T, H_d]`` to every layer's cache; they are committed."""
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.extend(features, cache)
+            layer.mixer.fill(features, cache)
+            cache.commit(features.shape[0])
 
     def __call__(self, caches: Sequence[Any], embedded: Array) -> Array:
         """The normed output ``[B, H_d]`` of a block; its keys are provisional."""
         x = embedded
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cache)
+            x = layer(x, embedded, cache, int(cache.length))
         return self.logit_norm(x)

@@ -38,7 +38,7 @@ from specdec.contract import (
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
 from specdec.drafters.heads.network import States, Surroundings
-from specdec.drafters.heads.refiner import Block, Marginals, Refiner
+from specdec.drafters.heads.refiner import Block, Refiner
 from specdec.drafters.logits import MappedLogits
 from specdec.drafters.pruned_head import AUTO, FULL, HeadChoice, PreparedVocabulary, PrunedHeadConfig
 from specdec.errors import ConfigError, PromptError
@@ -99,7 +99,7 @@ def prepared_vocabulary(
 
     Raises: ConfigError for a file if the head has a reduced vocabulary of its own.
     """
-    reads_all = layout.tokens is not None or not isinstance(refiner, Marginals | None)
+    reads_all = layout.tokens is not None or refiner is not None
     if reads_all and config.vocabulary in (AUTO, FULL):
         return None
     if layout.tokens is not None:
@@ -366,10 +366,9 @@ class BlockDrafter(HeadDrafter):
         self._truncate()
         first = 0 if layout.from_anchor else 1
         rows = rows[first : first + depth]
-        if choice is not None or isinstance(head.refiner, Marginals):  # no refiner knows a pruned vocabulary
+        if choice is not None or head.refiner is None:  # no refiner knows a pruned vocabulary
             drawing.rows(head.logits(rows, choice))
             return
-        assert head.refiner is not None
         hidden = around.ops.to_host(rows).float().numpy()
         logits = around.ops.head(rows, around.lm_head)
         steps = head.refiner.refine(Block(pending=context[-1], hidden=hidden, logits=logits, ids=head.ids))

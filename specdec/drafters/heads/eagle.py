@@ -24,64 +24,28 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, Ops
-from specdec.drafters.heads.files import P_EAGLE
+from specdec.backends.ops import Array
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import HeadAttention, mlp, norm
-from specdec.models.decoder import GatedMlp, RmsNorm
+from specdec.drafters.heads.network import HeadLayer, Network, norm
+from specdec.models.decoder import RmsNorm
 from specdec.models.weights import Weights
 
 
 @attrs.frozen(kw_only=True)
-class EagleLayer:
-    """A decoder layer of the head; the first one has ``hidden_norm`` and reads two states."""
-
-    ops: Ops
-    input_norm: RmsNorm
-    hidden_norm: RmsNorm | None
-    mixer: HeadAttention
-    post_norm: RmsNorm
-    mlp: GatedMlp
-    norm_before_residual: bool
-    window: int | None = None
-    slides: bool = False  # the window of a drafted row counts from that row, else from the last true entry
-
-    def __call__(self, x: Array, embedded: Array, cache: Any, true: int) -> Array:
-        first = None
-        if self.window is not None:
-            rows, last = range(int(cache.length), int(cache.length) + x.shape[0]), true - 1
-            if self.slides:
-                first = [max(0, min(row - self.window + 1, last)) for row in rows]
-            else:
-                first = [max(0, min(row, last) - self.window + 1) for row in rows]
-        if self.hidden_norm is None:
-            x = self.mixer(self.input_norm(x), x, cache, first)
-        else:
-            u = self.hidden_norm(x)
-            residual = u if self.norm_before_residual else x
-            x = self.mixer(self.ops.concat(self.input_norm(embedded), u), residual, cache, first)
-        return self.mlp(self.post_norm(x), x)
-
-
-@attrs.frozen(kw_only=True)
-class EagleNetwork:
+class EagleNetwork(Network):
     """The head's own weights.
 
     Attributes:
         state_norms: norms of the states before ``fc``: none, one over all of them, or one for each.
         fc: ``[H_d, n * H_t]``; None if the head reads the target's final state as it is.
-        norm: of the output that a chained step may start from.
-        logit_norm: the same, with the scale of the logits.
+        norm: ``logit_norm`` without the scale of the logits, of the output that a chained step may start from.
         masked: a table with one row, the state of masked rows ``[1, n * H_t]``; None for EAGLE-3.
     """
 
-    ops: Ops
     state_norms: tuple[RmsNorm, ...]
     fc: Array | None
     fc_bias: Array | None
-    layers: tuple[EagleLayer, ...]
     norm: RmsNorm
-    logit_norm: RmsNorm
     masked: Array | None
 
     @classmethod
@@ -98,22 +62,6 @@ class EagleNetwork:
             names = [f"fc_norm.{i}" for i in range(count)] if "fc_norm.0.weight" in weights else list(old[:count])
             if names and f"{names[0]}.weight" in weights:
                 norms = [norm(weights, name, layout.target_hidden, g.eps) for name in names]
-        layers = []
-        for number in range(g.layers):
-            layer, first = weights.under(f"layers.{number}."), number == 0
-            layers.append(
-                EagleLayer(
-                    ops=ops,
-                    input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
-                    hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if first else None,
-                    mixer=HeadAttention.trained(layer, g, 2 * g.hidden if first else g.hidden),
-                    window=g.windows[number],
-                    slides=layout.kind == P_EAGLE,
-                    post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
-                    mlp=mlp(layer, g),
-                    norm_before_residual=layout.norm_before_residual,
-                )
-            )
         masked = None
         if layout.mask_token is not None:
             shape = weights.shape_of("mask_hidden") or ()
@@ -124,15 +72,11 @@ class EagleNetwork:
             state_norms=tuple(norms),
             fc=weights.matrix("fc.weight", (g.hidden, width)) if count else None,
             fc_bias=weights.optional("fc.bias", (g.hidden,)),
-            layers=tuple(layers),
+            layers=tuple(HeadLayer.of(weights, layout, number) for number in range(g.layers)),
             norm=norm(weights, "norm", g.hidden, g.eps),
             logit_norm=norm(weights, "norm", g.hidden, g.eps, scale=layout.logit_scale),
             masked=masked,
         )
-
-    def new_caches(self, capacity: int) -> list[Cache]:
-        """Empty caches, one per layer."""
-        return [layer.mixer.new_cache(capacity) for layer in self.layers]
 
     def fused(self, states: Array) -> Array:
         """g ``[T, H_d]`` of states ``[T, n * H_t]``."""
@@ -149,10 +93,7 @@ class EagleNetwork:
         return g
 
     def __call__(self, caches: Sequence[Any], embedded: Array, hidden: Array, true: int = 0) -> Array:
-        """x ``[T, H_d]``, before the final norm; ``hidden`` is g, or what an earlier step fed back.
-
-        ``true``: entries of the caches and of this pass that are true; only layers with a window ask.
-        """
+        """x ``[T, H_d]``, before the final norm; ``hidden`` is g, or what an earlier step fed back."""
         x = hidden
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, embedded, cache, true)

@@ -6,19 +6,20 @@ is read wrongly costs acceptance and nothing else shows it, so every tensor and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec.checkpoints import Checkpoint, canonical_names, locate
 from specdec.checkpoints.locate import entries, listed
 from specdec.errors import CheckpointError, nearest, shown
+from specdec.models.fields import Fields
 from specdec.models.read_keys import HARMLESS, ReadKeys
 
 DEMO = "demo"
 EAGLE, P_EAGLE, DFLASH, DSPARK, MTP = "eagle3", "p_eagle", "dflash", "dspark", "mtp"
 KINDS = (EAGLE, P_EAGLE, DFLASH, DSPARK)
 LAYER_TABLE = "transformer_layer_config"
+_NESTED = ("eagle_config", "dflash_config")  # tables whose keys mean what they mean at the top
 _OTHER_HEAD = "a head of one of the kinds " + ", ".join(KINDS)
 SAME_HEAD = "config.json and weights of one and the same head"
 
@@ -39,31 +40,28 @@ _KIND_BY_TENSOR = (
     ("hidden_norm.weight", DFLASH),
     ("encoder.output_norm_enc.weight", DFLASH),
 )
-# Kinds that are known and not supported: by a part of a tensor's name, and by a word of the config.
+# Kinds that are known and not supported, by a part of a tensor's name or of what the config calls the head.
 _MLA, _SANDWICH = "Latent-attention (MLA) EAGLE-3", "Sandwich-norm (Gemma) DSpark"
-_REFUSED_TENSORS = (
-    ("attention_conv.", "DFlash2"),
-    ("candidate_selector.", "DFlash2"),
-    ("prefix_gru.", "Domino"),
-    ("embed_proj.", "Domino"),
-    ("aux_hidden_norms.", "Laguna"),
-    (".g_proj.", "Laguna"),
-    (".kv_a_proj_with_mqa.", _MLA),
-    ("medusa_head.", "Medusa"),
-    (".pre_feedforward_layernorm.", _SANDWICH),
-    ("jacobi_mixer.", "XPress"),
-    ("transition_scorer.", "LiLiCorr"),
-)
-_REFUSED_NAMES = {
+_UNSUPPORTED = {
+    "attention_conv.": "DFlash2",
+    "candidate_selector.": "DFlash2",
     "dflash2": "DFlash2",
-    "xpress": "XPress",
-    "lilicorr": "LiLiCorr",
+    "prefix_gru.": "Domino",
+    "embed_proj.": "Domino",
     "domino": "Domino",
+    "aux_hidden_norms.": "Laguna",
+    ".g_proj.": "Laguna",
+    ".kv_a_proj_with_mqa.": _MLA,
     "Eagle3DeepseekV2ForCausalLM": _MLA,
-    "Gemma4DSparkModel": _SANDWICH,
+    "medusa_": "Medusa",
     "MedusaModel": "Medusa",
+    ".pre_feedforward_layernorm.": _SANDWICH,
+    "Gemma4DSparkModel": _SANDWICH,
+    "jacobi_mixer.": "XPress",
+    "xpress": "XPress",
+    "transition_scorer.": "LiLiCorr",
+    "lilicorr": "LiLiCorr",
 }
-_MEDUSA = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
 
 _MASK_ROW = "mask_embedding.pt"
 _TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -85,14 +83,30 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class HeadFiles:
-    """An open checkpoint of a head, its tensors by canonical name, and the config with the keys that were read."""
+    """An open checkpoint of a head.
+
+    Attributes:
+        names: stored names of its tensors, by canonical name.
+        config: the keys at the top and those of the kind's own table.
+        layers: the table with the layers' sizes; the config itself outside speculators' layout.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         names = canonical_names(checkpoint.tensors)
         self.names = names | {name: name for name in names.ignored}  # no head has a vision tower
-        self.config = ReadKeys(checkpoint.config)
-        self._tables: dict[str, ReadKeys] = {"": self.config}
+        keys = dict(checkpoint.config)
+        self._paths: dict[str, str] = {}
+        for table in _NESTED:
+            for key, value in _table(table, keys.pop(table, None)).items():
+                if value is not None and keys.get(key) not in (None, value):
+                    raise CheckpointError(
+                        f"config.json: {key!r} is given twice, as {shown(keys[key])} and {shown(value)}",
+                        folder=checkpoint.path,
+                    )
+                if keys.get(key) is None:
+                    keys[key], self._paths[key] = value, f"{table}.{key}"
+        self.config = self.layers = ReadKeys(keys)
 
     @classmethod
     def open(cls, model: str, revision: str | None = None, *, kind: str = EAGLE) -> HeadFiles:
@@ -156,37 +170,22 @@ class HeadFiles:
 
     # --- the config ---------------------------------------------------------------------------------------------------
 
-    def table(self, key: str, defaults: Mapping[str, Any] | None = None) -> ReadKeys:
-        """A table of the config; empty if there is none. Raises: CheckpointError if it is no table."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise CheckpointError(f"config.json: {key!r} takes an object, got {shown(value)}")
-        table = self._tables[f"{key}."] = ReadKeys({**(defaults or {}), **(value or {})})
-        return table
+    def path(self, key: str) -> str:
+        """Where the value of a key is: ``eagle_config.layer_ids``."""
+        return self._paths.get(key, key)
 
-    def places(self, key: str) -> list[tuple[str, Any]]:
-        """Paths and values of a switch, at the top and in the kind's own table; those of a layer are elsewhere."""
-        tables = [(path, table) for path, table in self._tables.items() if path != f"{LAYER_TABLE}."]
-        return [(path + key, value) for path, table in tables if (value := table.get(key)) is not None]
-
-    def value(self, key: str) -> Any:
-        """The value of a switch; None if it is absent. Raises: CheckpointError if two tables disagree."""
-        places = self.places(key)
-        for _, other in places[1:]:
-            if other != places[0][1]:
-                raise CheckpointError(
-                    f"config.json: {key!r} is given twice, as {shown(places[0][1])} and {shown(other)}"
-                )
-        return places[0][1] if places else None
+    def read_layers(self, defaults: Mapping[str, Any]) -> None:
+        """Take ``layers`` from speculators' table. Raises: CheckpointError if it is no table."""
+        self.layers = ReadKeys({**defaults, **_table(LAYER_TABLE, self.config[LAYER_TABLE])})
 
     def flag(self, key: str, *tensors: str) -> bool | None:
         """A flag, which says the same as the presence of one of ``tensors``; None if neither says anything.
 
         Raises: CheckpointError for a value that is no flag, or that contradicts the tensors.
         """
-        value = self.value(key)
-        if value is not None and type(value) is not bool:
-            raise CheckpointError(f"config.json: {key!r} takes true or false, got {shown(value)}")
+        value = self.config.get(key)
+        if value is not None:
+            Fields({key: value}).flag(key)
         if not tensors:
             return value
         tensor = self.first(*tensors)
@@ -199,32 +198,33 @@ class HeadFiles:
             )
         return present
 
-    def whole(self, key: str, *, low: int = 1) -> int:
-        """A whole number. Raises: CheckpointError for anything else."""
-        return checked_whole(key, self.value(key), low=low)
-
     def refuse_unread_keys(self) -> None:
         """Raises: CheckpointError for a key that may change what the head computes and that nothing here reads."""
-        for path, table in self._tables.items():
+        for table, prefix in ((self.config, ""), (self.layers, f"{LAYER_TABLE}.")):
             for key in table.unread:
+                path = prefix + key if prefix else self.path(key)
                 if key in _SUPPORTED and table[key] not in _SUPPORTED[key]:
                     raise CheckpointError(
-                        f"config.json: {path}{key} = {shown(table[key])} is not supported; "
-                        f"{shown(_SUPPORTED[key][0])} is"
+                        f"config.json: {path} = {shown(table[key])} is not supported; {shown(_SUPPORTED[key][0])} is"
                     )
                 if key not in HARMLESS and key not in _SUPPORTED and not key.startswith("_"):
                     raise CheckpointError(
-                        f"config.json: unknown key {path}{key}; it may change the head's output",
+                        f"config.json: unknown key {path}; it may change the head's output",
                         value=shown(table[key]),
                         try_="a config.json without it, if it changes nothing that the head computes",
                     )
 
 
-def checked_whole(key: str, value: Any, *, low: int = 1) -> int:
-    """A whole number from ``low``. Raises: CheckpointError that names the key for anything else."""
-    if type(value) is not int or value < low:
-        raise CheckpointError(f"config.json: {key!r} takes a whole number from {low}, got {shown(value)}")
-    return value
+def _table(key: str, value: object) -> Mapping[str, Any]:
+    """A table of the config; empty for None. Raises: CheckpointError if it is no table."""
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: {key!r} takes an object, got {shown(value)}")
+    return value or {}
+
+
+def optional_count(table: Mapping[str, Any], key: str) -> int | None:
+    """A whole number from 1, or None if the key is absent. Raises: CheckpointError for anything else."""
+    return None if table.get(key) is None else Fields(table).whole(key)
 
 
 # --- the kind ---------------------------------------------------------------------------------------------------------
@@ -232,10 +232,9 @@ def checked_whole(key: str, value: Any, *, low: int = 1) -> int:
 
 def is_head(config: Mapping[str, Any]) -> bool:
     """Whether a config.json belongs to a draft head and to no model, as far as the config shows."""
-    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
-    return any(key in config for key in marks) or any(
-        word in _ARCHITECTURES or word in _REFUSED_NAMES for word in architectures(config)
-    )
+    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config")
+    known = any(key in config for key in marks) or any(word in _ARCHITECTURES for word in architectures(config))
+    return known or _unsupported(_called(config)) is not None
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -251,7 +250,13 @@ def kind_of(files: HeadFiles) -> str:
         says another kind than the tensors.
     """
     names, config = files.names, files.config
-    _refuse_unsupported_kinds(files)
+    if refused := _unsupported([*_called(config), *names]):
+        raise CheckpointError(
+            f"{refused[0]} heads are not supported",
+            folder=files.checkpoint.path,
+            tensor=names.get(refused[1]),
+            try_=_OTHER_HEAD,
+        )
     said = config.get("speculators_model_type")
     if said is not None and (not isinstance(said, str) or said not in _SPECULATORS):
         raise CheckpointError(f"config.json: 'speculators_model_type' = {shown(said)} is not supported")
@@ -283,23 +288,13 @@ def kind_of(files: HeadFiles) -> str:
     return kind
 
 
-def _refuse_unsupported_kinds(files: HeadFiles) -> None:
-    config, nested = files.config, files.config.get("dflash_config")
-    words = [config.get("speculators_model_type"), *architectures(config)]
-    words += [nested.get("projector_type")] if isinstance(nested, Mapping) else []
-    kind = next((_REFUSED_NAMES[word] for word in words if isinstance(word, str) and word in _REFUSED_NAMES), None)
-    if kind is None and ("medusa_num_heads" in config or any(_MEDUSA.fullmatch(name) for name in files.names)):
-        kind = "Medusa"
-    tensor = None
-    if kind is None:
-        kind, tensor = next(
-            ((what, name) for part, what in _REFUSED_TENSORS for name in files.names if part in f".{name}"),
-            (None, None),
-        )
-    if kind is not None:
-        raise CheckpointError(
-            f"{kind} heads are not supported",
-            folder=files.checkpoint.path,
-            tensor=None if tensor is None else files.names[tensor],
-            try_=_OTHER_HEAD,
-        )
+def _called(config: Mapping[str, Any]) -> list[str]:
+    """What a config calls the head."""
+    words = [config.get("speculators_model_type"), config.get("projector_type"), *architectures(config)]
+    return [word for word in [*words, *(key for key in config if key == "medusa_num_heads")] if isinstance(word, str)]
+
+
+def _unsupported(words: Iterable[str]) -> tuple[str, str] | None:
+    """The kind that is known and not supported, and the word that says so."""
+    known = _UNSUPPORTED.items()
+    return next(((kind, word) for word in words for part, kind in known if part in f".{word}"), None)

@@ -23,8 +23,8 @@ from specdec.drafters.heads.files import (
     SAME_HEAD,
     HeadFiles,
     architectures,
-    checked_whole,
     kind_of,
+    optional_count,
 )
 from specdec.errors import CheckpointError, UnsupportedError, shown
 from specdec.models.decoder import AttentionShape
@@ -138,14 +138,6 @@ class Layout:
                 f"a head reads the target's hidden states, and {info.family} gives them to no drafter"
             )
         self.check_mask(info.vocab_size)
-        width = self.target_hidden * (0 if self.states is None else self.states.count)
-        if self.states is not None and self.target_hidden != info.hidden_size and width % info.hidden_size == 0:
-            raise UnsupportedError(
-                f"fc.weight reads {width} values: {width // info.hidden_size} states of this target's hidden size "
-                f"{info.hidden_size}, or {self.states.count}, which config.json names, of {self.target_hidden}",
-                trained_for=self.target or None,
-                try_=f"{SAME_HEAD}, for this target",
-            )
         for what, ours, theirs in (
             ("hidden size", self.target_hidden, info.hidden_size),
             ("vocabulary", self.target_vocab, info.vocab_size),
@@ -192,10 +184,10 @@ def read_layout(files: HeadFiles, **overrides: str) -> Layout:
 # --- what all kinds share ------------------------------------------------------------------------------------------
 
 
-def _speculators(files: HeadFiles) -> tuple[bool, ReadKeys, dict[str, Any]]:
-    """Whether the layout is speculators', the table with the layers' sizes, and what the head was trained for."""
+def _speculators(files: HeadFiles) -> tuple[bool, dict[str, Any]]:
+    """Whether the layout is speculators', and what the head was trained for."""
     if files.config.get("speculators_model_type") is None:
-        return False, files.config, {}
+        return False, {}
     layer = files.config.get(LAYER_TABLE)
     if layer is None:
         raise CheckpointError(f"config.json lacks {LAYER_TABLE!r}: the sizes of the head's layers")
@@ -210,16 +202,11 @@ def _speculators(files: HeadFiles) -> tuple[bool, ReadKeys, dict[str, Any]]:
         (about.get("proposal_methods"), about.get("verifier")) if isinstance(about, Mapping) else ([], {})
     )
     if isinstance(methods, list) and methods and isinstance(methods[0], Mapping):
-        trained = {"depth": depth} if (depth := _count(methods[0], "speculative_tokens")) else {}
+        trained = {"depth": depth} if (depth := optional_count(methods[0], "speculative_tokens")) else {}
     if isinstance(verifier, Mapping):
         trained["target"] = str(verifier.get("name_or_path") or "")
-    return True, files.table(LAYER_TABLE, _CLASS_DEFAULTS[model_type]), trained
-
-
-def _count(table: Mapping[str, Any], key: str) -> int | None:
-    """A whole number from 1, or None if the key is absent. Raises: CheckpointError for anything else."""
-    value = table.get(key)
-    return None if value is None else checked_whole(key, value)
+    files.read_layers(_CLASS_DEFAULTS[model_type])
+    return True, trained
 
 
 def _agree(key: str, stated: Any, actual: Any, tensors: str = "the tensors say") -> None:
@@ -228,13 +215,12 @@ def _agree(key: str, stated: Any, actual: Any, tensors: str = "the tensors say")
         raise CheckpointError(f"config.json: {key!r} is {shown(stated)}, {tensors} {shown(actual)}", try_=SAME_HEAD)
 
 
-def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: int, ours: bool) -> Geometry:
+def _geometry(files: HeadFiles, *, theta: float | None, ours: bool) -> Geometry:
     """The sizes of the layers: what tensors show is taken from them, and the config must not contradict.
 
-    ``theta``: the default base of the rotary embedding; None if the config must say it. ``width``: how many times H_d
-    the first layer's projections take.
+    ``theta``: the default base of the rotary embedding; None if the config must say it.
     """
-    fields = Fields(table)
+    table, fields = files.layers, Fields(files.layers)
     hidden = files.shape("norm.weight", 1)[0]
     intermediate = files.shape("layers.0.mlp.gate_proj.weight", 2)[0]
     _agree("hidden_size", fields.whole("hidden_size", hidden), hidden)
@@ -242,13 +228,6 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
     heads = fields.whole("num_attention_heads")
     kv_heads = fields.whole("num_key_value_heads", heads)
     head_dim = fields.whole("head_dim", hidden // heads)
-    rows, expected = files.shape("layers.0.self_attn.q_proj.weight"), (heads * head_dim, width * hidden)
-    if rows != expected:
-        raise CheckpointError(
-            f"the tensor layers.0.self_attn.q_proj.weight has the shape {list(rows)}; {heads} heads of {head_dim} over "
-            f"{width} x {hidden} values take {list(expected)}",
-            try_=SAME_HEAD,
-        )
     if theta is None:
         inner = table.get("rope_parameters") or table.get("rope_scaling") or {}
         if table.get("rope_theta") is None and (not isinstance(inner, Mapping) or inner.get("rope_theta") is None):
@@ -300,13 +279,13 @@ def _windows(table: ReadKeys, fields: Fields, layers: int) -> tuple[int | None, 
     return tuple(size if slide else None for slide in sliding)
 
 
-def _vocabulary(files: HeadFiles, table: ReadKeys) -> dict[str, Any]:
+def _vocabulary(files: HeadFiles) -> dict[str, Any]:
     """The vocabularies and the map between them, checked."""
-    target, draft = _count(table, "vocab_size"), _count(files.config, "draft_vocab_size")
+    target, draft = optional_count(files.layers, "vocab_size"), optional_count(files.config, "draft_vocab_size")
     own_embedding, own_head = "embed_tokens.weight" in files, "lm_head.weight" in files
     if own_embedding:
         target = files.shape("embed_tokens.weight", 2)[0]
-    ties = [Fields(keys).flag("tie_word_embeddings", False) for keys in (table, files.config)]
+    ties = [Fields(keys).flag("tie_word_embeddings", False) for keys in (files.layers, files.config)]
     tied = any(ties) and own_embedding and not own_head
     if own_head:
         rows = files.shape("lm_head.weight", 2)[0]
@@ -367,7 +346,7 @@ def _map(files: HeadFiles, draft: int, target: int | None) -> tuple[tuple[int, .
 
 def _ids(files: HeadFiles, *keys: str) -> tuple[tuple[int, ...] | None, str]:
     """Layer ids and the path of the key that holds them. Raises: CheckpointError if two keys disagree."""
-    places = [place for key in keys for place in files.places(key)]
+    places = [(files.path(key), value) for key in keys if (value := files.config.get(key)) is not None]
     for path, value in places:
         if not isinstance(value, list) or not value or any(type(i) is not int or i < -1 for i in value):
             raise CheckpointError(f"config.json: {path} takes a list of layer ids, got {shown(value)}")
@@ -410,17 +389,16 @@ _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
-    ours, table, trained = _speculators(files)
-    files.table("eagle_config")
-    geometry = _geometry(files, table, theta=1e4, width=2, ours=ours)
+    ours, trained = _speculators(files)
+    geometry = _geometry(files, theta=1e4, ours=ours)
     if geometry.layers > 1 and not ours:
         raise CheckpointError(
             f"the head has {geometry.layers} layers, and outside speculators' layout engines disagree about the norms "
             "of the later ones",
             try_="a head with one layer",
         )
-    _count_layers(table, geometry.layers, strict=ours)
-    states, target_hidden, source = _eagle_states(files, table, geometry, overrides)
+    _count_layers(files.layers, geometry.layers, strict=ours)
+    states, target_hidden, source = _eagle_states(files, geometry, overrides)
     before_fc = files.flag("norm_before_fc", "input_norm.weight")
     norms = "fc_norm.0.weight", "aux_norm_low.weight"
     fc_norm, _ = files.flag("fc_norm", *norms), files.flag("use_aux_norm", *reversed(norms))
@@ -450,19 +428,17 @@ def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
         target_hidden=target_hidden,
         norm_before_residual=bool(residual),
         norm_output=norm_output,
-        logit_scale=1.0 if table.get("logit_scale") is None else Fields(table).real("logit_scale"),
+        logit_scale=Fields(files.layers).real("logit_scale", 1.0),
         mask_token=mask if kind == P_EAGLE else None,
         rules=tuple(rules),
         **trained,
-        **_vocabulary(files, table),
+        **_vocabulary(files),
     )
 
 
-def _eagle_states(
-    files: HeadFiles, table: ReadKeys, geometry: Geometry, overrides: Mapping[str, str]
-) -> tuple[States | None, int, str]:
+def _eagle_states(files: HeadFiles, geometry: Geometry, overrides: Mapping[str, str]) -> tuple[States | None, int, str]:
     """Which states the head reads, H_t, and where that was read."""
-    counts = [_count(table, key) for key in ("num_aux_hidden_states", "num_aux_layers")]
+    counts = [optional_count(files.layers, key) for key in ("num_aux_hidden_states", "num_aux_layers")]
     ids, path = _ids(files, "eagle_aux_hidden_state_layer_ids", "layer_ids")
     if not files.flag("use_aux_hidden_state", "fc.weight"):
         return None, geometry.hidden, "the state after the target's final norm, and no fc"
@@ -480,19 +456,18 @@ _OF_DFLASH2 = ("output_multiplier", "final_logit_softcapping", "input_embedding_
 
 
 def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
-    ours, table, trained = _speculators(files)
-    files.table("dflash_config")
-    geometry = _geometry(files, table, theta=1e4 if ours else None, width=1, ours=ours)
-    _count_layers(table, geometry.layers, strict=True)
+    ours, trained = _speculators(files)
+    geometry = _geometry(files, theta=1e4 if ours else None, ours=ours)
+    _count_layers(files.layers, geometry.layers, strict=True)
     ids_key = "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
     ids, path = _ids(files, ids_key)
     if ids is None:
         raise CheckpointError(f"config.json lacks {ids_key!r}: which layers of the target the head reads")
     shift = _shift(overrides, 0 if ours else 1)
-    mask = files.whole("mask_token_id", low=0)
+    mask = Fields(files.config).whole("mask_token_id", low=0)
     from_anchor = files.flag("sample_from_anchor")
     anchored = kind == DSPARK if from_anchor is None else from_anchor
-    block = files.whole("block_size", low=1 if anchored else 2)
+    block = Fields(files.config).whole("block_size", low=1 if anchored else 2)
     windows_causal = ours and not files.flag("sliding_window_non_causal")
     causal = [files.flag("causal"), files.flag("is_causal")]
     bidirectional = tuple(not any(causal) and not (window and windows_causal) for window in geometry.windows)
@@ -507,17 +482,16 @@ def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout
         rules.append(("windows count from", "the anchor" if ours else "the query"))
     if not ours:
         rules.append(("embedding", "with the scale that the target multiplies it by, if any"))
-    if ignored := [key for key in _OF_DFLASH2 for _ in files.places(key)]:
+    if ignored := [key for key in _OF_DFLASH2 if files.config.get(key) is not None]:
         rules.append(("not used", f"{', '.join(ignored)}, which act in DFlash2 only"))
     markov = _markov(files, rules) if kind == DSPARK else {}
-    layers = files.value("num_target_layers")
     return Layout(
         kind=kind,
         source="speculators" if ours else "DeepSpec" if kind == DSPARK else "z-lab",
         geometry=geometry,
         states=States(ids=ids, count=len(ids), shift=shift, final=not ours),
         target_hidden=_state_width(files, files.first("fc.weight", "encoder.fc.weight"), len(ids)),
-        target_layers=None if layers is None else checked_whole("num_target_layers", layers),
+        target_layers=optional_count(files.config, "num_target_layers"),
         mask_token=mask,
         block_size=block,
         from_anchor=anchored,
@@ -527,7 +501,7 @@ def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout
         rules=tuple(rules),
         **{"depth": block if anchored else block - 1, **trained},
         **markov,
-        **_vocabulary(files, table),
+        **_vocabulary(files),
     )
 
 
@@ -543,7 +517,7 @@ def _views(geometry: Geometry, bidirectional: Sequence[bool]) -> list[str]:
 def _markov(files: HeadFiles, rules: list[tuple[str, str]]) -> dict[str, Any]:
     """DSpark's switches: the Markov head by its tensors, the confidence head by its own."""
     rank = files.shape("markov_head.markov_w1.weight", 2)[1]
-    _agree("markov_rank", _count(files.config, "markov_rank"), rank)
+    _agree("markov_rank", optional_count(files.config, "markov_rank"), rank)
     kinds = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
     kind = next((kind for kind, name in kinds.items() if name in files), "vanilla")
     _agree("markov_head_type", files.config.get("markov_head_type"), kind)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from specdec.backends.choice import make_backend
-from specdec.backends.ops import Array, KVCache, Ops
+from specdec.backends.ops import Array, Cache, KVCache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
-from specdec.drafters.heads.files import HeadFiles
+from specdec.drafters.heads.files import P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Geometry, Layout
 from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
@@ -68,9 +68,81 @@ def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1
     return RmsNorm(ops=weights.ops, weight=weights.ops.vector(weight), eps=eps)
 
 
-def mlp(weights: Weights, geometry: Geometry) -> GatedMlp:
-    """The layer's MLP."""
-    return GatedMlp.of(weights.under("mlp."), geometry.hidden, geometry.intermediate)
+@attrs.frozen(kw_only=True)
+class HeadLayer:
+    """A decoder layer of a head.
+
+    Attributes:
+        hidden_norm: of the first layer of an EAGLE head, which reads an embedded token beside its state.
+        window: entries that a row sees; None for all. It counts from the last true entry, or ``slides`` with the row;
+            then P-EAGLE's rows see the last true entry in any case.
+        causal: whether a row sees no row after it.
+    """
+
+    ops: Ops
+    input_norm: RmsNorm
+    hidden_norm: RmsNorm | None
+    mixer: HeadAttention
+    post_norm: RmsNorm
+    mlp: GatedMlp
+    norm_before_residual: bool
+    window: int | None
+    slides: bool
+    parallel: bool  # P-EAGLE's
+    causal: bool
+
+    @classmethod
+    def of(cls, weights: Weights, layout: Layout, number: int) -> HeadLayer:
+        """Build a layer from the head's weights, or record their names in a dry run."""
+        g, layer, block = layout.geometry, weights.under(f"layers.{number}."), layout.block_size > 0
+        paired, parallel = number == 0 and not block, layout.kind == P_EAGLE
+        return cls(
+            ops=weights.ops,
+            input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
+            hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if paired else None,
+            mixer=HeadAttention.trained(layer, g, 2 * g.hidden if paired else g.hidden, normed=block),
+            post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
+            mlp=GatedMlp.of(layer.under("mlp."), g.hidden, g.intermediate),
+            norm_before_residual=layout.norm_before_residual,
+            window=g.windows[number],
+            slides=not layout.window_from_anchor if block else parallel,
+            parallel=parallel,
+            causal=not (block and layout.bidirectional[number]),
+        )
+
+    def __call__(self, x: Array, embedded: Array, cache: Any, true: int) -> Array:
+        """``true``: entries of the cache and of this pass that are true; only a layer with a window asks."""
+        first, residual = self._first(x.shape[0], cache, true - 1), x
+        if self.hidden_norm is None:
+            joined = self.input_norm(x)
+        else:
+            u = self.hidden_norm(x)
+            residual = u if self.norm_before_residual else x
+            joined = self.ops.concat(self.input_norm(embedded), u)
+        x = self.mixer(joined, residual, cache, first, causal=self.causal)
+        return self.mlp(self.post_norm(x), x)
+
+    def _first(self, rows: int, cache: Any, last: int) -> list[int] | None:
+        """The first entry that each row sees; ``last``: the last true one."""
+        if self.window is None:
+            return None
+        places = range(int(cache.length), int(cache.length) + rows)
+        ends = [row if self.slides else min(row, last) for row in places]
+        first = [max(0, end - self.window + 1) for end in ends]
+        return [min(entry, last) for entry in first] if self.parallel else first
+
+
+@attrs.frozen(kw_only=True)
+class Network:
+    """What the networks of all kinds have: ``logit_norm`` is the final norm, whose output the logits are of."""
+
+    ops: Ops
+    layers: tuple[HeadLayer, ...]
+    logit_norm: RmsNorm
+
+    def new_caches(self, capacity: int) -> list[Cache]:
+        """Empty caches, one per layer."""
+        return [layer.mixer.new_cache(capacity) for layer in self.layers]
 
 
 class States(Hidden):

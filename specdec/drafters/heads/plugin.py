@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,28 +54,24 @@ def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: P
         one of another kind than the drafter's name says.
     """
     kind = EAGLE if name == ANY else name
-    if config.model == RANDOM:
-        with tempfile.TemporaryDirectory() as folder:  # what is mapped stays readable
-            return _prepared(name, refiner, config, env, str(write_untrained(Path(folder), kind, env.target.info)))
-    return _prepared(name, refiner, config, env, config.model)
-
-
-def _prepared(
-    name: str, refiner: type[Refiner] | None, config: HeadConfig, env: PrepareEnv, model: str
-) -> PreparedHead:
-    try:
-        files = HeadFiles.open(model, config.revision, kind=EAGLE if name == ANY else name)
-        layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
-        if name not in (ANY, layout.kind):
-            raise ConfigError(
-                f"drafter.name is {name!r}, and {config.model} is of the kind {layout.kind!r}",
-                try_=f'drafter.name = "{layout.kind}", or "{ANY}" for any kind',
-            )
-        layout.check_target(env.target.info)
-        (network, head_refiner), around, fingerprint = load(files, layout, env.target, builder(layout, refiner))
-    except SpecdecError as error:
-        error.facts.setdefault("asked for by", f"drafter.model = {config.model!r}")
-        raise
+    with contextlib.ExitStack() as stack:
+        model = config.model
+        if model == RANDOM:  # what is mapped stays readable
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = str(write_untrained(folder, kind, env.target.info))
+        try:
+            files = HeadFiles.open(model, config.revision, kind=kind)
+            layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
+            if name not in (ANY, layout.kind):
+                raise ConfigError(
+                    f"drafter.name is {name!r}, and {config.model} is of the kind {layout.kind!r}",
+                    try_=f'drafter.name = "{layout.kind}", or "{ANY}" for any kind',
+                )
+            layout.check_target(env.target.info)
+            (network, head_refiner), around, fingerprint = load(files, layout, env.target, builder(layout, refiner))
+        except SpecdecError as error:
+            error.facts.setdefault("asked for by", f"drafter.model = {config.model!r}")
+            raise
     if isinstance(head_refiner, MarkovRefiner) and head_refiner.proj is not None:
         head_refiner = attrs.evolve(head_refiner, least=config.min_acceptance)
     elif config.min_acceptance > 0:
@@ -112,28 +109,16 @@ def _needs(config: HeadConfig, shared: PreparedHead) -> Needs:
     return shared.around.needs
 
 
+def _spec(name: str, asked: str, refiner: type[Refiner] | None, help: str) -> DrafterSpec:
+    prepared = functools.partial(prepare, asked, refiner)
+    return DrafterSpec(name=name, factory=_make, config=HeadConfig, needs=_needs, prepare=prepared, help=help)
+
+
 @hookimpl
 def specdec_drafters() -> list[DrafterSpec]:
-    return [
-        DrafterSpec(
-            name=name,
-            factory=_make,
-            config=HeadConfig,
-            needs=_needs,
-            prepare=functools.partial(prepare, name, None),
-            help=_HELP[name],
-        )
-        for name in (*_DRAFTERS, ANY)
-    ]
+    return [_spec(name, name, None, text) for name, text in _HELP.items()]
 
 
 def block_drafter(name: str, refiner: type[Refiner], help: str = "") -> DrafterSpec:
     """A drafter of DFlash heads whose tokens ``refiner`` makes: what a plugin registers in ``specdec_drafters``."""
-    return DrafterSpec(
-        name=name,
-        factory=_make,
-        config=HeadConfig,
-        needs=_needs,
-        prepare=functools.partial(prepare, DFLASH, refiner),
-        help=help,
-    )
+    return _spec(name, DFLASH, refiner, help)

@@ -19,7 +19,6 @@ from specdec.backends.arrays import HostLogits
 from specdec.backends.ops import Array, Ops
 from specdec.contract import Logits
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.logits import Row
 from specdec.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -60,14 +59,6 @@ class Refiner(abc.ABC):
     @abc.abstractmethod
     def refine(self, block: Block) -> Refined:
         """Yield one row of logits over the head's vocabulary for each token; ``yield`` returns the drafted id."""
-
-
-class Marginals(Refiner):
-    """DFlash itself: each row's own logits."""
-
-    def refine(self, block: Block) -> Refined:
-        for row in range(len(block)):
-            yield Row(block.logits, row)
 
 
 @attrs.frozen(kw_only=True, eq=False)

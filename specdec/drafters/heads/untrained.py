@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,46 +40,34 @@ def write_untrained(folder: Path, kind: str, info: ModelInfo, *, seed: int = 0) 
         "eagle_aux_hidden_state_layer_ids": ids,
         "norm_before_residual": False,
     }
-    draw = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=draw) / math.sqrt(columns)
-
     blocks = kind in (DFLASH, DSPARK)
     width = hidden if blocks else 2 * hidden
-    tensors = {
-        "fc.weight": matrix(hidden, len(ids) * hidden),
-        "norm.weight": torch.ones(hidden),
-        "hidden_norm.weight" if blocks else "layers.0.hidden_norm.weight": torch.ones(hidden),
-        **_layer(matrix, hidden, heads * dim, width),
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(ids) * hidden),
+        "norm.weight": (hidden,),
+        "hidden_norm.weight" if blocks else "layers.0.hidden_norm.weight": (hidden,),
+        **{f"layers.0.self_attn.{name}_proj.weight": (heads * dim, width) for name in "qkv"},
+        "layers.0.self_attn.o_proj.weight": (hidden, heads * dim),
+        "layers.0.mlp.gate_proj.weight": (2 * hidden, hidden),
+        "layers.0.mlp.up_proj.weight": (2 * hidden, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 2 * hidden),
+        "layers.0.input_layernorm.weight": (hidden,),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
     }
     if blocks:
         del config["eagle_aux_hidden_state_layer_ids"], config["norm_before_residual"]
         config |= {"aux_hidden_state_layer_ids": ids, "block_size": BLOCK, "mask_token_id": 0}
         config["sample_from_anchor"] = kind == DSPARK
-        tensors |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(dim) for name in "qk"}
+        shapes |= {f"layers.0.self_attn.{name}_norm.weight": (dim,) for name in "qk"}
     if kind == DSPARK:
-        tensors["markov_head.markov_w1.weight"] = matrix(info.vocab_size, RANK)
-        tensors["markov_head.markov_w2.weight"] = matrix(info.vocab_size, RANK)
-        tensors["confidence_head.proj.weight"] = matrix(1, hidden + RANK)
-        tensors["confidence_head.proj.bias"] = torch.zeros(1)
+        shapes |= {f"markov_head.markov_w{number}.weight": (info.vocab_size, RANK) for number in (1, 2)}
+        shapes |= {"confidence_head.proj.weight": (1, hidden + RANK), "confidence_head.proj.bias": (1,)}
     if kind == P_EAGLE:
         config["mask_token_id"] = 0
-        tensors["mask_hidden"] = matrix(1, len(ids) * hidden)[None]
-    return write_checkpoint(folder, config, tensors)
-
-
-def _layer(matrix: Any, hidden: int, mixed: int, width: int) -> Mapping[str, torch.Tensor]:
-    attention = {f"self_attn.{name}_proj.weight": matrix(mixed, width) for name in "qkv"}
-    return {
-        f"layers.0.{name}": tensor
-        for name, tensor in {
-            **attention,
-            "self_attn.o_proj.weight": matrix(hidden, mixed),
-            "mlp.gate_proj.weight": matrix(2 * hidden, hidden),
-            "mlp.up_proj.weight": matrix(2 * hidden, hidden),
-            "mlp.down_proj.weight": matrix(hidden, 2 * hidden),
-            "input_layernorm.weight": torch.ones(hidden),
-            "post_attention_layernorm.weight": torch.ones(hidden),
-        }.items()
+        shapes["mask_hidden"] = (1, 1, len(ids) * hidden)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=draw) / math.sqrt(shape[-1]) if len(shape) > 1 else torch.ones(shape)
+        for name, shape in shapes.items()
     }
+    return write_checkpoint(folder, config, tensors)
