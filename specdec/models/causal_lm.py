@@ -262,7 +262,6 @@ class CausalLM(ForwardPass):
         for number, (state, tokens) in enumerate(batch):
             groups.setdefault(self._to_decode(state, tokens).boundaries, []).append(number)
         for group in groups.values():
-            group.sort(key=lambda number: len(batch[number][1]))  # fewer kinds of passes, which backends record
             while group:
                 shared, rows = [], 0
                 while group and rows + len(batch[group[0]][1]) <= self.info.batch_rows:

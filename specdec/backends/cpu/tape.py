@@ -1,10 +1,14 @@
-"""Record passes of the native kernels once per number of rows of each sequence, and replay each with one call.
+"""Record passes of the native kernels once per number of rows, and replay each with one call.
 
 During recording, the model code and the ops run as usual, but kernel calls are stored instead of made and outputs are
 memory that is never filled. Each argument is either constant (a stride, the address of a weight) or read from a *slot*
 that is filled before each replay: lengths, threads, and addresses of the sequence's caches, of results, and of two
 blocks of memory. *Work* memory is used only during the pass; it belongs to the ops, so passes of one model take turns.
 *Kept* memory is also read by a commit; it belongs to the sequence.
+
+A pass over several sequences is recorded once for their rows in sum. An op that reads a cache is recorded over a few
+choices of rows, which show how each of its arguments depends on a sequence's first row and number of rows; the replay
+makes the calls of such steps once per sequence.
 
 Every address must be in known memory: an output of this recording, a weight, a cache or an argument of the pass. A
 length is a ``Slot``, which cannot be calculated with. Torch functions that do more than inspect or view a tensor are
@@ -17,8 +21,7 @@ import bisect
 import ctypes
 import itertools
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -72,27 +75,23 @@ TRIED_ROWS = (1, 2)  # recorded when a model is loaded, to find out early whethe
 _TABLE = -1  # kernels/tape.cpp
 _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of a table share one integer
 
-# Slots: fixed ones, then four per cache.
+# Slots: fixed ones, then for each sequence its first row in the pass, its rows, and four per cache.
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
 # Of a chain: the last row of a pass, its logits, the best token, how it is chosen, ids of the logits, their number, the
 # size of the vocabulary; the head in one or two parts (address, stride, features), and the logits of the second part.
+# Of a pass over several sequences: their number, and the slots of each.
 ROW, LOGITS, BEST, CHOICE, IDS, FEATURES, VOCABULARY = range(8, 15)
 PARTS = (15, 18)
-SECOND_LOGITS = 21
-_FIRST_CACHE = 24
+SECOND_LOGITS, SEQUENCES, WIDTH, FIRST_ROW, OWN_ROWS, _FIRST_CACHE = range(21, 27)
 _PER_CACHE = 4  # length and up to three addresses
 _INTEGER = 8  # bytes of a slot
-
-# Passes over several sequences: recording one takes as long as several passes, and many numbers of rows come seldom.
-OFTEN = 8  # passes with the same numbers of rows before they are recorded
-MOST_BATCHES = 32  # recordings that are kept, those used last
 
 # Torch functions that a recorded pass may call: queries and views of a tensor. A view that turns out to be a copy has
 # an unknown address, so it is refused when a kernel reads it.
 _HARMLESS = frozenset(
-    "__get__ __getitem__ __len__ chunk data_ptr dim element_size empty expand flatten is_contiguous narrow ndimension "
-    "numel permute reshape select size split squeeze storage_offset stride t tensor transpose unbind unflatten "
-    "unsqueeze untyped_storage view".split()
+    "__get__ __getitem__ __len__ as_strided chunk data_ptr dim element_size empty expand flatten is_contiguous "
+    "narrow ndimension numel permute reshape select size split squeeze storage_offset stride t tensor transpose "
+    "unbind unflatten unsqueeze untyped_storage view".split()
 )
 
 
@@ -196,10 +195,21 @@ class _RecordedDelta(_KeptLength):
         self.replay: Any = None
 
 
+@attrs.frozen(eq=False)
+class _Sampled(Batched):
+    """A cache during the recording of a pass over several sequences: an op over it runs for each choice of rows."""
+
+    tape: Tape
+
+    def each(self, run: Callable[[Any, slice], Any], join: Callable[[list[Any]], Any]) -> Any:
+        return self.tape.sampled(run, self.parts, self.rows)
+
+
 @attrs.frozen
 class _Step:
     kernel: Kernel
-    arguments: tuple[Any, ...]
+    samples: Sequence[tuple[Any, ...]]  # the arguments, for each choice of rows
+    each: bool = False  # whether it runs once per sequence
 
 
 @attrs.define
@@ -217,9 +227,9 @@ class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
     def __init__(
-        self, ops: TapeOps, runner: Runner, sequences: Sequence[Sequence[Cache]], rows: Sequence[int], hidden_size: int
+        self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int, *, shared: bool
     ) -> None:
-        """``sequences``: the caches of each sequence; ``rows``: the rows of each."""
+        """``caches`` of any sequence. ``shared``: the ``rows`` are those of several."""
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -228,15 +238,20 @@ class Tape(TorchFunctionMode):
         self._buffers: list[_Buffer] = []
         self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
-        slots = itertools.count(_FIRST_CACHE, _PER_CACHE)
         self._rows = rows
-        self._sequences = [[self._stand_in(cache, next(slots)) for cache in caches] for caches in sequences]
+        self._choices = [slice(0, rows)]
+        if shared:  # the first, one that begins a row later, and one with a row more; two rows are one of each sequence
+            self._choices = [slice(0, 2), slice(1, 3), slice(0, 3)] if rows > 2 else [slice(0, 1), slice(1, 2)]
+        self._stand_ins = [[self._stand_in(cache, slot) for slot, cache in _slots_of(caches)] for _ in self._choices]
+        self._choice: slice | None = None  # of an op that runs once per sequence
+        self._outputs: list[Tensor] = []  # of this op, for all sequences
+        self._made = 0  # of them for this choice
         self.hidden = None
         if hidden_size:
-            self.hidden = self.empty(sum(rows), hidden_size, dtype=ops.dtype)
+            self.hidden = self.empty(rows, hidden_size, dtype=ops.dtype)
             self._buffers[-1].slot = HIDDEN
 
-    def _stand_in(self, cache: Cache, slot: int) -> Any:
+    def _stand_in(self, cache: Any, slot: int) -> Any:
         if type(cache) not in (CpuKVCache, CpuLatentCache, CpuDeltaCache):  # a subclass may do what a replay does not
             raise NotRecordable(f"a cache of type {type(cache).__name__} cannot be recorded")
         for at, tensor in enumerate(_memory(cache), start=slot + 1):
@@ -252,7 +267,9 @@ class Tape(TorchFunctionMode):
     @property
     def caches(self) -> Sequence[Any]:
         """What the body of the pass gets for its layers."""
-        return self._sequences[0] if len(self._rows) == 1 else Batched.layers(self._sequences, self._rows)
+        if len(self._choices) == 1:
+            return self._stand_ins[0]
+        return [_Sampled(layer, self._choices, self) for layer in zip(*self._stand_ins, strict=True)]
 
     def record(self, run: Callable[[Tape], R]) -> R:
         """Return ``run(self)``, with kernel calls recorded and torch calls checked."""
@@ -268,52 +285,98 @@ class Tape(TorchFunctionMode):
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for an output."""
-        tensor = torch.empty(*shape, dtype=dtype, device=CPU)
-        self._buffers.append(_Buffer(tensor))
-        return tensor
+        if self._choice is None:
+            tensor = torch.empty(*shape, dtype=dtype, device=CPU)
+            self._buffers.append(_Buffer(tensor))
+            return tensor
+        (rows, *rest), first, own = shape, self._choice.start, self._choice.stop - self._choice.start
+        each = rows - own + 1  # rows of the output for a row of the pass: a sequence never has fewer than it needs
+        if self._made == len(self._outputs):
+            choice, self._choice = self._choice, None
+            self._outputs.append(self.empty(self._rows * each, *rest, dtype=dtype))
+            self._choice = choice
+        output = self._outputs[self._made]
+        self._made += 1
+        if output.shape != (self._rows * each, *rest):
+            raise NotRecordable("the size of an output does not grow by a row with each row of the pass")
+        return output[first * each : first * each + rows]
 
     def call(self, kernel: Kernel, arguments: tuple[Any, ...]) -> int | None:
         """Record a call; return the result of a successful one."""
         if kernel.threads is not None:
             arguments = (*arguments, Slot(THREADS))
         self._alive.append(arguments)
-        self.steps.append(_Step(kernel, arguments))
+        self.steps.append(_Step(kernel, [arguments]))
         return -1 if kernel.has_result else None
+
+    def sampled(self, run: Callable[[Any, slice], Any], caches: Sequence[Any], choices: Sequence[slice]) -> Any:
+        """Record an op that runs once per sequence; ``run`` runs it over a cache and rows. Returns all its rows."""
+        self._outputs = []
+
+        def chosen(cache: Any, choice: slice) -> Any:
+            self._choice, self._made = choice, 0
+            result = run(cache, choice)
+            self._choice = None
+            return result
+
+        first, second, *_ = self._merged(chosen, caches, choices, each=True)
+        if first is None:
+            return None
+        if second.data_ptr() - first.data_ptr() != first.stride(0) * first.element_size():
+            raise NotRecordable("the rows of an output do not follow one another")
+        return first.as_strided((self._rows, *first.shape[1:]), first.stride())
+
+    def _merged(self, run: Callable[..., R], *choices: Sequence[Any], each: bool = False) -> list[R]:
+        """Record the calls of ``run`` for each choice, always the same ones, as one list of steps; returns the results."""
+        before, samples, results = self.steps, [], []
+        for arguments in zip(*choices, strict=True):
+            self.steps = []
+            results.append(run(*arguments))
+            samples.append(self.steps)
+        self.steps = before
+        for steps in zip(*samples, strict=True):
+            if len({step.kernel for step in steps}) > 1:
+                raise NotRecordable(f"{steps[0].kernel.name} is called for some numbers of rows only")
+            self.steps.append(_Step(steps[0].kernel, [step.samples[0] for step in steps], each))
+        return results
 
     def finish(self, out: Tensor) -> Recording:
         """Return the recording; ``out`` is the result of the pass."""
         passed, self.steps = self.steps, []
-        committed = [self._committed(caches) for caches in self._sequences]
+        replayed, windows = self._committed()
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self._find_weights()
         self._result(out)
-        kept = self._lay_out(passed, [step for steps in committed for part in steps for step in part])
-        run, commits = self._compiled(passed), []
-        for sequence, (rows, (replayed, windows)) in enumerate(zip(self._rows, committed, strict=True)):
-            own = sequence * _PER_CACHE * len(self._sequences[0])  # a commit has the slots of its sequence only
-            commits.append(Commit(rows, self._compiled(replayed, own), self._compiled(windows, own)))
+        kept = self._lay_out(passed, [*replayed, *windows])
         return Recording(
-            run=run,
-            commits=commits,
+            run=self._compiled(passed),
+            replay=self._compiled(replayed),
+            windows=self._compiled(windows),
             out_shape=tuple(out.shape),
             work_bytes=max([b.offset + b.tensor.nbytes for b in self._buffers if b.slot == WORK], default=0),
             kept_bytes=kept,
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
 
-    def _committed(self, caches: Sequence[Any]) -> tuple[list[_Step], list[_Step]]:
+    def _committed(self) -> tuple[list[_Step], list[_Step]]:
         """Record a commit of fewer rows: the steps that compute recurrent states again, and those for the windows."""
-        recurrent = [cache for cache in caches if isinstance(cache, _RecordedDelta) and cache.raw is not None]
-        for cache in recurrent:
+        layers = [layer for layer in zip(*self._stand_ins, strict=True) if getattr(layer[0], "raw", None) is not None]
+
+        def replay(cache: Any) -> None:
             if cache.replay is None:
                 raise NotRecordable("a convolution without the delta rule after it")
             cache.replay(Slot(ROWS))
-        replayed, self.steps = self.steps, []
-        for cache in recurrent:
-            assert cache.raw is not None
+
+        def keep(cache: Any) -> None:
             taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
             self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
+
+        for layer in layers:
+            self._merged(replay, layer)
+        replayed, self.steps = self.steps, []
+        for layer in layers:
+            self._merged(keep, layer)
         windows, self.steps = self.steps, []
         return replayed, windows
 
@@ -352,7 +415,7 @@ class Tape(TorchFunctionMode):
         return self._buffers[i] if inside else None
 
     def _addresses(self, step: _Step) -> Iterator[int]:
-        for kind, argument in zip(step.kernel.signature, step.arguments, strict=True):
+        for kind, argument in zip(step.kernel.signature, step.samples[0], strict=True):
             if kind == "p" and isinstance(argument, int):
                 yield argument
             elif _is_pointers(argument):
@@ -370,12 +433,15 @@ class Tape(TorchFunctionMode):
                     raise NotRecordable("a commit reads what the pass returned")
                 buffer.slot, buffer.offset = KEPT, kept
                 kept += _aligned(buffer.tensor.nbytes)
-        for i, step in enumerate(passed):
+        moment, together = 0, False
+        for step in passed:
+            moment += not (step.each and together)  # a sequence may be through with such steps before another begins
+            together = step.each
             for address in self._addresses(step):
                 buffer = self._buffer_at(address)
                 if buffer is not None:
-                    buffer.first = i if buffer.first < 0 else buffer.first
-                    buffer.last = i
+                    buffer.first = moment if buffer.first < 0 else buffer.first
+                    buffer.last = moment
         used = [buffer for buffer in self._buffers if buffer.slot == WORK and buffer.first >= 0]
         placed: list[_Buffer] = []
         for buffer in sorted(used, key=lambda buffer: buffer.first):
@@ -402,47 +468,63 @@ class Tape(TorchFunctionMode):
                 return (ZERO, address) if slot == ZERO else (slot, address - start)
         raise NotRecordable(f"{kernel.name} reads memory that is neither an output of an op, nor a weight, nor a cache")
 
-    def _compiled(self, steps: Sequence[_Step], first_slot: int = 0) -> Program:
-        """``first_slot`` is subtracted from the slots of caches."""
-        flat: list[int] = []  # caller, function, first argument, arguments
-        arguments: list[tuple[int, int]] = []
+    def _compiled(self, steps: Sequence[_Step]) -> Program:
+        flat: list[int] = []  # caller, function, first argument, arguments, whether it runs once per sequence
+        arguments: list[tuple[int, ...]] = []
         for step in steps:
             kernel = step.kernel
-            values: list[tuple[int, int]] = []
-            tables: list[tuple[int, list[tuple[int, int]]]] = []
-            for kind, argument in zip(kernel.signature, step.arguments, strict=True):
-                if isinstance(argument, Slot):
-                    values.append((argument.slot, 0))
-                elif kind == "f":
-                    values.append((ZERO, struct.unpack("<i", struct.pack("<f", argument))[0]))
-                elif kind == "i":
-                    values.append((ZERO, int(argument)))
-                elif argument is None or isinstance(argument, int):
-                    values.append(self._pointer(argument or 0, kernel))
-                elif _is_pointers(argument):
-                    tables.append((len(values), [self._pointer(address or 0, kernel) for address in argument]))
-                    values.append((ZERO, 0))
-                else:  # an array of sizes or strides, the same in every pass
-                    values.append((ZERO, ctypes.addressof(argument)))
+            values: list[tuple[int, ...]] = []
+            tables: list[tuple[int, list[tuple[int, ...]]]] = []
+            for kind, samples in zip(kernel.signature, zip(*step.samples, strict=True), strict=True):
+                if _is_pointers(samples[0]):
+                    entries = zip(*samples, strict=True)
+                    tables.append((len(values), [self._fitted("p", entry, kernel) for entry in entries]))
+                    values.append((ZERO, 0, 0, 0))
+                else:
+                    values.append(self._fitted(kind, samples, kernel))
             first = len(arguments)
             behind = first + len(values)
-            for at, entries in tables:
-                values[at] = (_TABLE, _ENTRIES * behind + len(entries))
-                behind += len(entries)
+            for at, entries_of in tables:
+                values[at] = (_TABLE, _ENTRIES * behind + len(entries_of), 0, 0)
+                behind += len(entries_of)
             arguments += values
-            for _, entries in tables:
-                arguments += entries
-            flat += [self._runner.caller(kernel), kernel.address, first, len(kernel.signature)]
+            for _, entries_of in tables:
+                arguments += entries_of
+            flat += [self._runner.caller(kernel), kernel.address, first, len(kernel.signature), step.each]
         return Program(
             names=[step.kernel.name for step in steps],
             steps=(ctypes.c_int64 * len(flat))(*flat),
-            arguments=(ctypes.c_int64 * (2 * len(arguments)))(
-                *[n for slot, value in arguments for n in (slot - first_slot * (slot >= _FIRST_CACHE), value)]
-            ),
+            arguments=(ctypes.c_int64 * (4 * len(arguments)))(*itertools.chain.from_iterable(arguments)),
         )
+
+    def _fitted(self, kind: str, samples: Sequence[Any], kernel: Kernel) -> tuple[int, int, int, int]:
+        """An argument for kernels/tape.cpp: a slot, a constant, and what each row before and of a sequence adds."""
+        slots, values = zip(*[self._value(kind, sample, kernel) for sample in samples], strict=True)
+        start = values[0]
+        later, longer = (*values[1:], *[start] * (3 - len(values)))
+        if len(set(slots)) > 1 or (later != start if kind != "p" else longer != start):
+            raise NotRecordable(f"{kernel.name} depends on its rows in a way that cannot be recorded")
+        return slots[0], start - self._choices[0].stop * (longer - start), later - start, longer - start
+
+    def _value(self, kind: str, argument: Any, kernel: Kernel) -> tuple[int, int]:
+        """Slot and constant of an argument."""
+        if isinstance(argument, Slot):
+            return argument.slot, 0
+        if kind == "f":
+            return ZERO, struct.unpack("<i", struct.pack("<f", argument))[0]
+        if kind == "i":
+            return ZERO, int(argument)
+        if argument is None or isinstance(argument, int):
+            return self._pointer(argument or 0, kernel)
+        return ZERO, ctypes.addressof(argument)  # an array of sizes or strides, the same in every pass
 
 
 _ARGMAX = Choosing((), Context([]))
+
+
+def _slots_of(caches: Sequence[Any]) -> Iterable[tuple[int, Any]]:
+    """The caches of a sequence with their first slots."""
+    return zip(itertools.count(_FIRST_CACHE, _PER_CACHE), caches, strict=False)
 
 
 def _memory(cache: Any) -> tuple[Tensor, ...]:
@@ -473,21 +555,13 @@ class Program:
         return ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments)
 
 
-@attrs.frozen(eq=False)
-class Commit:
-    """What a commit runs after a recorded pass of ``rows`` rows of its sequence."""
-
-    rows: int
-    replay: Program  # recomputes recurrent states for fewer rows
-    windows: Program  # updates convolution windows to the kept rows
-
-
 @attrs.frozen(eq=False, kw_only=True)
 class Recording:
-    """The recorded pass for one number of rows of each sequence."""
+    """The recorded pass for one number of rows, and what a sequence's commit runs after it."""
 
     run: Program
-    commits: Sequence[Commit]  # of each sequence
+    replay: Program  # recomputes recurrent states for fewer rows
+    windows: Program  # updates convolution windows to the kept rows
     out_shape: tuple[int, ...]
     work_bytes: int
     kept_bytes: int
@@ -495,7 +569,7 @@ class Recording:
 
 
 class RecordedPasses:
-    """Passes of one body, with a recording for the numbers of rows that were run."""
+    """Passes of one body, with a recording for each number of rows that was run, of one sequence and of several."""
 
     eager_reason = ""
 
@@ -504,47 +578,37 @@ class RecordedPasses:
         self.runner = runner
         self.body = body
         self.hidden_size = hidden_size
-        self.recordings: dict[tuple[int, ...], Recording | None] = {}  # by rows of each sequence; None: run eagerly
-        self._seen: Counter[tuple[int, ...]] = Counter()  # rows of batches that ran op by op
+        self._recordings: dict[tuple[int, bool], Recording | None] = {}  # None: run eagerly
         self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
         self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
 
-    def recorded(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording:
-        """Record a pass over sequences with these ``rows`` and caches. Raises: NotRecordable with the reason."""
-        tape = Tape(self.ops, self.runner, sequences, rows, self.hidden_size)
-        tokens = RecordedTokens(sum(rows))
+    def record(self, rows: int, caches: Sequence[Cache], *, shared: bool = False) -> Recording:
+        """Record a pass of ``rows`` rows over caches like these. Raises: NotRecordable with the reason."""
+        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size, shared=shared)
+        tokens = RecordedTokens(rows)
         try:
-            return tape.record(lambda tape: tape.finish(self.body(tape.caches, tokens, tape.hidden)))
+            recording = tape.record(lambda tape: tape.finish(self.body(tape.caches, tokens, tape.hidden)))
         except NotRecordable:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
+        self._recordings[rows, shared] = recording
+        return recording
 
-    def add(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
-        """As ``recorded``, to be found in ``recordings``; None, with a warning, if it cannot be recorded."""
-        try:
-            self.recordings[rows] = self.recorded(rows, sequences)
-        except NotRecordable as refusal:  # although passes of other lengths could be
-            log.warning("passes_run_eagerly", rows=list(rows), reason=str(refusal))
-            self.recordings[rows] = None
-        return self.recordings[rows]
-
-    def of_batch(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
-        """The recording of a pass over several sequences, made once such passes have come often; None before."""
-        if rows in self.recordings:
-            self.recordings[rows] = recording = self.recordings.pop(rows)  # the last one used is the last in order
-            return recording
-        self._seen[rows] += 1
-        if self._seen[rows] < OFTEN:
-            return None
-        self._seen.clear()
-        batches = [key for key in self.recordings if len(key) > 1]
-        if len(batches) == MOST_BATCHES:
-            del self.recordings[batches[0]]
-        return self.add(rows, sequences)
+    def of(self, rows: int, caches: Sequence[Cache], *, shared: bool = False) -> Recording | None:
+        """The recording of a pass, made when it is first needed; None, with a warning, if it cannot be recorded."""
+        key = rows, shared
+        if key not in self._recordings:
+            with self.ops.lock.held:
+                try:
+                    self.record(rows, caches, shared=shared)
+                except NotRecordable as refusal:  # although passes of other lengths could be
+                    log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
+                    self._recordings[key] = None
+        return self._recordings[key]
 
     def chain(self, rows: int, parts: int, caches: Sequence[Cache], *, choice: bool) -> tuple[Any, int] | None:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
@@ -553,12 +617,11 @@ class RecordedPasses:
         """
         key = rows, parts, choice
         if key not in self._chains:
-            needed = (rows,), (1,)
-            first, one = (self.recordings[n] if n in self.recordings else self.add(n, [caches]) for n in needed)
+            first, one = self.of(rows, caches), self.of(1, caches)
             chain = None
             if first is not None and one is not None and not first.kept_bytes and not one.kept_bytes:
                 if (best := self.best.get((parts, choice))) is None:
-                    tape = Tape(self.ops, self.runner, [], [1], 0)
+                    tape = Tape(self.ops, self.runner, [], 1, 0, shared=False)
                     best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
                     self.best[parts, choice] = best
                 numbers = [*first.run.addresses(), *one.run.addresses(), *best.addresses()]
@@ -579,8 +642,7 @@ class RecordedPass(Pass):
         self._slots = (ctypes.c_int64 * (_FIRST_CACHE + _PER_CACHE * len(caches)))()
         self._growing: list[tuple[int, Any]] = []  # first slot, cache
         self._recurrent: list[tuple[int, Any, Any, int, int]] = []  # also one of its two matrices, addresses of both
-        for i, cache in enumerate(self._caches):
-            slot = _FIRST_CACHE + _PER_CACHE * i
+        for slot, cache in _slots_of(caches):
             for at, tensor in enumerate(_memory(cache), start=slot + 1):
                 self._slots[at] = tensor.data_ptr()
             if isinstance(cache, CpuDeltaCache):
@@ -589,59 +651,62 @@ class RecordedPass(Pass):
             else:
                 self._growing.append((slot, cache))
         self._kept: Tensor | None = None
-        self._last: tuple[Commit, Tensor | None] | None = None  # of the last run, and what it kept; None if eager
+        self._last: tuple[Recording, Tensor | None] | None = None  # of the last run, and what it kept; None if eager
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
-        rows, passes, ops = len(tokens), self._passes, self._ops
-        recording = passes.recordings.get((rows,))
-        if recording is None and rows <= ops.capabilities.max_rows and (rows,) not in passes.recordings:
-            with ops.lock.held:
-                recording = passes.add((rows,), [self._caches])
+        rows, passes = len(tokens), self._passes
+        recording = passes.of(rows, self._caches) if rows <= self._ops.capabilities.max_rows else None
         self._last = None
         if recording is None:
             return self._eager.run(tokens, hidden)
-        self._fill(rows)
-        if passes.hidden_size:
-            hidden = self._checked(hidden, rows)
-            self._slots[HIDDEN] = hidden.data_ptr()
+        self._fill(0, rows)
         if recording.kept_bytes and (self._kept is None or self._kept.nbytes < recording.kept_bytes):
             self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
-        out = self._replay(recording, self._slots, tokens, self._kept)
-        self._last = recording.commits[0], self._kept
+        out = self._replay(recording, self._slots, tokens, hidden, self._kept)
+        self._last = recording, self._kept
         return out
 
-    def run_batch(self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]]) -> Array:
-        passes, bound, rows = self._passes, [self, *others], tuple(map(len, tokens))
-        with self._ops.lock.held:
-            recording = passes.of_batch(rows, [one._caches for one in bound])
+    def run_batch(
+        self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]], hidden: Array | None = None
+    ) -> Array:
+        bound, joined = [self, *others], [token for own in tokens for token in own]
+        recording = self._passes.of(len(joined), self._caches, shared=True)
         for one in bound:
             one._last = None
         if recording is None:
-            return self._eager.run_batch([one._eager for one in others], tokens)
-        own = _PER_CACHE * len(self._caches)
-        slots = (ctypes.c_int64 * (_FIRST_CACHE + own * len(bound)))()
-        for number, (one, count) in enumerate(zip(bound, rows, strict=True)):
-            one._fill(count)
-            to = ctypes.addressof(slots) + _INTEGER * (_FIRST_CACHE + number * own)
-            ctypes.memmove(to, ctypes.addressof(one._slots) + _INTEGER * _FIRST_CACHE, _INTEGER * own)
+            return self._eager.run_batch([one._eager for one in others], tokens, hidden)
+        width, first = len(self._slots) - FIRST_ROW, 0
+        slots = (ctypes.c_int64 * (FIRST_ROW + width * len(bound)))()
+        slots[SEQUENCES], slots[WIDTH] = len(bound), width
+        for number, (one, own) in enumerate(zip(bound, tokens, strict=True)):
+            one._fill(first, len(own))
+            first += len(own)
+            to = ctypes.addressof(slots) + _INTEGER * (FIRST_ROW + number * width)
+            ctypes.memmove(to, ctypes.addressof(one._slots) + _INTEGER * FIRST_ROW, _INTEGER * width)
         kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU) if recording.kept_bytes else None
-        out = self._replay(recording, slots, [token for each in tokens for token in each], kept)
-        for one, commit in zip(bound, recording.commits, strict=True):
-            one._last = commit, kept
+        out = self._replay(recording, slots, joined, hidden, kept)
+        for one in bound:
+            one._last = recording, kept
         return out
 
-    def _fill(self, rows: int) -> None:
-        """Fill the slots of the caches for a pass of ``rows`` rows. Raises: StateError if a cache is full."""
+    def _fill(self, first: int, rows: int) -> None:
+        """Fill the sequence's slots for ``rows`` rows from ``first`` on. Raises: StateError if a cache is full."""
         slots = self._slots
+        slots[FIRST_ROW], slots[OWN_ROWS] = first, rows
         for slot, cache in self._growing:
             slots[slot], _ = cache.reserve(rows)
         for slot, cache, matrix, at, other in self._recurrent:
             slots[slot] = cache.length
             slots[slot + 1], slots[slot + 2] = (at, other) if cache.state is matrix else (other, at)
 
-    def _replay(self, recording: Recording, slots: Any, tokens: Sequence[int], kept: Tensor | None) -> Tensor:
-        """Run a recorded pass, once the slots of its caches are filled."""
+    def _replay(
+        self, recording: Recording, slots: Any, tokens: Sequence[int], hidden: Array | None, kept: Tensor | None
+    ) -> Tensor:
+        """Run a recorded pass, once the slots of its sequences are filled."""
         ops = self._ops
+        if self._passes.hidden_size:
+            hidden = self._checked(hidden, len(tokens))
+            slots[HIDDEN] = hidden.data_ptr()
         ids = (ctypes.c_int64 * len(tokens))(*tokens)
         out = torch.empty(recording.out_shape, dtype=ops.dtype, device=CPU)
         slots[TOKENS] = ctypes.addressof(ids)
@@ -720,14 +785,14 @@ class RecordedPass(Pass):
         if self._last is None:
             self._eager.commit(rows)
             return
-        (commit, kept), self._last = self._last, None
+        (recording, kept), self._last = self._last, None
         if rows and kept is not None:
             slots = self._slots
             slots[ROWS], slots[KEPT] = rows, kept.data_ptr()
             slots[THREADS] = self._ops.threads.count()
-            if rows < commit.rows:
-                self._play(commit.replay, slots)
-            self._play(commit.windows, slots)
+            if rows < slots[OWN_ROWS]:
+                self._play(recording.replay, slots)
+            self._play(recording.windows, slots)
         for cache in self._caches:
             cache.advance(rows)
 
@@ -749,7 +814,7 @@ def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hi
     passes = RecordedPasses(ops, runner, body, hidden_size)
     try:
         for rows in TRIED_ROWS:
-            passes.recordings[rows,] = passes.recorded((rows,), [caches])
+            passes.record(rows, caches)
     except NotRecordable as refusal:
         return EagerPasses(body, str(refusal))
     return passes
