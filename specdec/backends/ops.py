@@ -496,6 +496,10 @@ class Ops(abc.ABC):
         """
         raise self._lacks("pruned_head")
 
+    def pruned_heads(self, x: Array, heads: Sequence[HeadRows]) -> Sequence[Logits]:
+        """``pruned_head`` of each row of ``x [T, H]`` with rows of its own."""
+        return [self.pruned_head(x[t : t + 1], rows) for t, rows in enumerate(heads)]
+
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def hidden(self, x: Array) -> Hidden:

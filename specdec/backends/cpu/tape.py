@@ -327,7 +327,7 @@ class Tape(TorchFunctionMode):
         return first.as_strided((self._rows, *first.shape[1:]), first.stride())
 
     def _merged(self, run: Callable[..., R], *choices: Sequence[Any], each: bool = False) -> list[R]:
-        """Record the calls of ``run`` for each choice, always the same ones, as one list of steps; returns the results."""
+        """Record the calls that ``run`` makes for each choice, always the same ones, as one; returns the results."""
         before, samples, results = self.steps, [], []
         for arguments in zip(*choices, strict=True):
             self.steps = []
@@ -499,6 +499,8 @@ class Tape(TorchFunctionMode):
 
     def _fitted(self, kind: str, samples: Sequence[Any], kernel: Kernel) -> tuple[int, int, int, int]:
         """An argument for kernels/tape.cpp: a slot, a constant, and what each row before and of a sequence adds."""
+        if len(samples) == 1:
+            return (*self._value(kind, samples[0], kernel), 0, 0)
         slots, values = zip(*[self._value(kind, sample, kernel) for sample in samples], strict=True)
         start = values[0]
         later, longer = (*values[1:], *[start] * (3 - len(values)))
