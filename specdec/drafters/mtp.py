@@ -59,12 +59,11 @@ class MtpDrafter(Drafter):
         head = None if self._choice is None else self._choice.follow(context)
         sampling, pairs = context.sampling, self._state.pairs
         draft = MtpDraft(self._target, self._state, [context[-1]], depth=depth, head=head)
-        if self._gate is None and sampling.temperature == 0 and is_plain(sampling):
-            return Draft((yield from draft))
         coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
         if self._gate is None and coupled and not sampling.processors:  # the target can choose the tokens on its device
             known = pairs is not None and pairs.waiting > 0
-            draft.choose = CoupledDraft(context)
+            if sampling.temperature > 0 or not is_plain(sampling):
+                draft.choose = CoupledDraft(context)
             tokens = yield from draft
             self._dead_ends += known and len(tokens) < depth
             return Draft(tokens)

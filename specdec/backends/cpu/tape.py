@@ -6,9 +6,9 @@ that is filled before each replay: lengths, threads, and addresses of the sequen
 blocks of memory. *Work* memory is used only during the pass; it belongs to the ops, so passes of one model take turns.
 *Kept* memory is also read by a commit; it belongs to the sequence.
 
-A pass over several sequences is recorded once for their rows in sum. An op that reads a cache is recorded over a few
-choices of rows, which show how each of its arguments depends on a sequence's first row and number of rows; the replay
-makes the calls of such steps once per sequence.
+A pass over several sequences is recorded once for all numbers of rows. The body runs over two numbers, and an op that
+reads a cache over a few choices of a sequence's rows, which shows how each argument depends on the rows of the pass, on
+those before the sequence's and on its own; the replay makes the calls that read a cache once per sequence.
 
 Every address must be in known memory: an output of this recording, a weight, a cache or an argument of the pass. A
 length is a ``Slot``, which cannot be calculated with. Torch functions that do more than inspect or view a tensor are
@@ -71,6 +71,7 @@ class TapeOps(Protocol):
 
 
 ALIGNMENT = 64  # bytes
+VARIED = (4, 5)  # rows of the two runs that a recording for all numbers of rows is made from
 TRIED_ROWS = (1, 2)  # recorded when a model is loaded, to find out early whether its passes can be recorded
 _TABLE = -1  # kernels/tape.cpp
 _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of a table share one integer
@@ -79,10 +80,11 @@ _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
 # Of a chain: the last row of a pass, its logits, the best token, how it is chosen, ids of the logits, their number, the
 # size of the vocabulary; the head in one or two parts (address, stride, features), and the logits of the second part.
-# Of a pass over several sequences: their number, and the slots of each.
+# Of a pass over several sequences: their number, the slots of each, and the rows of the pass (1 where it has its own
+# recording).
 ROW, LOGITS, BEST, CHOICE, IDS, FEATURES, VOCABULARY = range(8, 15)
 PARTS = (15, 18)
-SECOND_LOGITS, SEQUENCES, WIDTH, FIRST_ROW, OWN_ROWS, _FIRST_CACHE = range(21, 27)
+SECOND_LOGITS, SEQUENCES, WIDTH, ALL_ROWS, FIRST_ROW, OWN_ROWS, _FIRST_CACHE = range(21, 28)
 _PER_CACHE = 4  # length and up to three addresses
 _INTEGER = 8  # bytes of a slot
 
@@ -209,6 +211,7 @@ class _Sampled(Batched):
 class _Step:
     kernel: Kernel
     samples: Sequence[tuple[Any, ...]]  # the arguments, for each choice of rows
+    longer: tuple[Any, ...] | None = None  # and for the first in a pass of another number of rows
     each: bool = False  # whether it runs once per sequence
 
 
@@ -217,6 +220,8 @@ class _Buffer:
     """An output of the recording. Its tensor only reserves a unique range of addresses."""
 
     tensor: Tensor
+    first_run: _Buffer | None = None  # the same output of the first run
+    size: int = 0  # bytes, for every row of the pass if its number may vary
     slot: int = WORK
     offset: int = 0
     first: int = -1  # step that writes it
@@ -227,9 +232,9 @@ class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
     def __init__(
-        self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int, *, shared: bool
+        self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int | None, hidden_size: int
     ) -> None:
-        """``caches`` of any sequence. ``shared``: the ``rows`` are those of several."""
+        """``caches`` of any sequence. ``rows``: None for any rows of any number of sequences."""
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -238,18 +243,15 @@ class Tape(TorchFunctionMode):
         self._buffers: list[_Buffer] = []
         self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
-        self._rows = rows
+        self._runs, self._hidden_size = VARIED if rows is None else (rows,), hidden_size
+        self._rows = self._runs[0]  # of the present run
         self._choices = [slice(0, rows)]
-        if shared:  # the first, one that begins a row later, and one with a row more; two rows are one of each sequence
-            self._choices = [slice(0, 2), slice(1, 3), slice(0, 3)] if rows > 2 else [slice(0, 1), slice(1, 2)]
+        if rows is None:  # the first choice, one that begins a row later, and one with a row more
+            self._choices = [slice(0, 2), slice(1, 3), slice(0, 3)]
         self._stand_ins = [[self._stand_in(cache, slot) for slot, cache in _slots_of(caches)] for _ in self._choices]
         self._choice: slice | None = None  # of an op that runs once per sequence
         self._outputs: list[Tensor] = []  # of this op, for all sequences
         self._made = 0  # of them for this choice
-        self.hidden = None
-        if hidden_size:
-            self.hidden = self.empty(rows, hidden_size, dtype=ops.dtype)
-            self._buffers[-1].slot = HIDDEN
 
     def _stand_in(self, cache: Any, slot: int) -> Any:
         if type(cache) not in (CpuKVCache, CpuLatentCache, CpuDeltaCache):  # a subclass may do what a replay does not
@@ -264,8 +266,7 @@ class Tape(TorchFunctionMode):
             raise NotRecordable(f"torch's {name} cannot be recorded")
         return func(*args, **(kwargs or {}))
 
-    @property
-    def caches(self) -> Sequence[Any]:
+    def _caches(self) -> Sequence[Any]:
         """What the body of the pass gets for its layers."""
         if len(self._choices) == 1:
             return self._stand_ins[0]
@@ -337,27 +338,55 @@ class Tape(TorchFunctionMode):
         for steps in zip(*samples, strict=True):
             if len({step.kernel for step in steps}) > 1:
                 raise NotRecordable(f"{steps[0].kernel.name} is called for some numbers of rows only")
-            self.steps.append(_Step(steps[0].kernel, [step.samples[0] for step in steps], each))
+            self.steps.append(_Step(steps[0].kernel, [step.samples[0] for step in steps], each=each))
         return results
 
-    def finish(self, out: Tensor) -> Recording:
-        """Return the recording; ``out`` is the result of the pass."""
-        passed, self.steps = self.steps, []
-        replayed, windows = self._committed()
+    def recording_of(self, body: Body) -> Recording:
+        """Record a pass."""
+        (programs, buffers, out), *more = [self._run(body, rows) for rows in self._runs]
+        for buffer in buffers:
+            buffer.size = buffer.tensor.nbytes // (self._rows - 1 if more else 1)
+        for longer, others, _ in more:
+            programs = [
+                [self._with_longer(*steps) for steps in zip(*pair, strict=True)]
+                for pair in zip(programs, longer, strict=True)
+            ]
+            for buffer, other in zip(buffers, others, strict=True):
+                other.first_run = buffer
+                if other.tensor.nbytes != buffer.size * self._rows:
+                    raise NotRecordable("the size of an output is not a multiple of the rows of the pass")
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self._find_weights()
         self._result(out)
+        passed, replayed, windows = programs
         kept = self._lay_out(passed, [*replayed, *windows])
         return Recording(
             run=self._compiled(passed),
             replay=self._compiled(replayed),
             windows=self._compiled(windows),
-            out_shape=tuple(out.shape),
-            work_bytes=max([b.offset + b.tensor.nbytes for b in self._buffers if b.slot == WORK], default=0),
+            width=out.shape[1],
+            work_bytes=max([b.offset + b.size for b in buffers if b.slot == WORK], default=0),
             kept_bytes=kept,
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
+
+    def _run(self, body: Body, rows: int) -> tuple[list[list[_Step]], list[_Buffer], Tensor]:
+        """The steps of a pass and of its commit, their outputs, and the result."""
+        before, self._rows, hidden = len(self._buffers), rows, None
+        if self._hidden_size:
+            hidden = self.empty(rows, self._hidden_size, dtype=self._ops.dtype)
+            self._buffers[-1].slot = HIDDEN
+        out = body(self._caches(), RecordedTokens(rows), hidden)
+        passed, self.steps = self.steps, []
+        return [passed, *self._committed()], self._buffers[before:], out
+
+    @staticmethod
+    def _with_longer(step: _Step, longer: _Step) -> _Step:
+        """A step, from the one of the first run and the one of the second."""
+        if step.kernel is not longer.kernel:
+            raise NotRecordable(f"{step.kernel.name} is called for some numbers of rows only")
+        return attrs.evolve(step, longer=longer.samples[0])
 
     def _committed(self) -> tuple[list[_Step], list[_Step]]:
         """Record a commit of fewer rows: the steps that compute recurrent states again, and those for the windows."""
@@ -432,7 +461,7 @@ class Tape(TorchFunctionMode):
                 if buffer.slot != WORK:
                     raise NotRecordable("a commit reads what the pass returned")
                 buffer.slot, buffer.offset = KEPT, kept
-                kept += _aligned(buffer.tensor.nbytes)
+                kept += _aligned(buffer.size)
         moment, together = 0, False
         for step in passed:
             moment += not (step.each and together)  # a sequence may be through with such steps before another begins
@@ -447,25 +476,26 @@ class Tape(TorchFunctionMode):
         for buffer in sorted(used, key=lambda buffer: buffer.first):
             placed = [other for other in placed if other.last >= buffer.first]
             for other in sorted(placed, key=lambda other: other.offset):  # the first gap that is wide enough
-                if buffer.offset + buffer.tensor.nbytes <= other.offset:
+                if buffer.offset + buffer.size <= other.offset:
                     break
-                buffer.offset = max(buffer.offset, other.offset + _aligned(other.tensor.nbytes))
+                buffer.offset = max(buffer.offset, other.offset + _aligned(other.size))
             placed.append(buffer)
         return kept
 
-    def _pointer(self, address: int, kernel: Kernel) -> tuple[int, int]:
-        """Slot and offset of an address."""
+    def _pointer(self, address: int, kernel: Kernel) -> tuple[int, int, int]:
+        """Slot of an address, offset from there, and what the rows of the pass are multiplied with."""
         if address == 0:
-            return ZERO, 0
+            return ZERO, 0, 0
         buffer = self._buffer_at(address)
         if buffer is not None:
-            return buffer.slot, buffer.offset + address - buffer.tensor.data_ptr()
+            placed = buffer.first_run or buffer
+            return placed.slot, address - buffer.tensor.data_ptr(), placed.offset
         i = bisect.bisect_right(self._known_starts, address) - 1
         if i >= 0:
             start = self._known_starts[i]
             end, slot, _ = self._known[start]
             if address < end:
-                return (ZERO, address) if slot == ZERO else (slot, address - start)
+                return (ZERO, address, 0) if slot == ZERO else (slot, address - start, 0)
         raise NotRecordable(f"{kernel.name} reads memory that is neither an output of an op, nor a weight, nor a cache")
 
     def _compiled(self, steps: Sequence[_Step]) -> Program:
@@ -475,17 +505,18 @@ class Tape(TorchFunctionMode):
             kernel = step.kernel
             values: list[tuple[int, ...]] = []
             tables: list[tuple[int, list[tuple[int, ...]]]] = []
-            for kind, samples in zip(kernel.signature, zip(*step.samples, strict=True), strict=True):
+            runs = [*step.samples, *([] if step.longer is None else [step.longer])]
+            for kind, samples in zip(kernel.signature, zip(*runs, strict=True), strict=True):
                 if _is_pointers(samples[0]):
                     entries = zip(*samples, strict=True)
-                    tables.append((len(values), [self._fitted("p", entry, kernel) for entry in entries]))
-                    values.append((ZERO, 0, 0, 0))
+                    tables.append((len(values), [self._fitted("p", entry, step) for entry in entries]))
+                    values.append((ZERO, 0, 0, 0, 0))
                 else:
-                    values.append(self._fitted(kind, samples, kernel))
+                    values.append(self._fitted(kind, samples, step))
             first = len(arguments)
             behind = first + len(values)
             for at, entries_of in tables:
-                values[at] = (_TABLE, _ENTRIES * behind + len(entries_of), 0, 0)
+                values[at] = (_TABLE, _ENTRIES * behind + len(entries_of), 0, 0, 0)
                 behind += len(entries_of)
             arguments += values
             for _, entries_of in tables:
@@ -494,31 +525,37 @@ class Tape(TorchFunctionMode):
         return Program(
             names=[step.kernel.name for step in steps],
             steps=(ctypes.c_int64 * len(flat))(*flat),
-            arguments=(ctypes.c_int64 * (4 * len(arguments)))(*itertools.chain.from_iterable(arguments)),
+            arguments=(ctypes.c_int64 * (5 * len(arguments)))(*itertools.chain.from_iterable(arguments)),
         )
 
-    def _fitted(self, kind: str, samples: Sequence[Any], kernel: Kernel) -> tuple[int, int, int, int]:
-        """An argument for kernels/tape.cpp: a slot, a constant, and what each row before and of a sequence adds."""
-        if len(samples) == 1:
-            return (*self._value(kind, samples[0], kernel), 0, 0)
-        slots, values = zip(*[self._value(kind, sample, kernel) for sample in samples], strict=True)
-        start = values[0]
-        later, longer = (*values[1:], *[start] * (3 - len(values)))
-        if len(set(slots)) > 1 or (later != start if kind != "p" else longer != start):
-            raise NotRecordable(f"{kernel.name} depends on its rows in a way that cannot be recorded")
-        return slots[0], start - self._choices[0].stop * (longer - start), later - start, longer - start
+    def _fitted(self, kind: str, samples: Sequence[Any], step: _Step) -> tuple[int, int, int, int, int]:
+        """An argument for kernels/tape.cpp, from what it is for each choice of rows, and in a longer pass.
 
-    def _value(self, kind: str, argument: Any, kernel: Kernel) -> tuple[int, int]:
-        """Slot and constant of an argument."""
+        A slot, a constant, and what each row of the pass, each before the sequence's and each of its own adds.
+        """
+        slot, start, by_rows = self._value(kind, samples[0], step.kernel)
+        if len(samples) == 1:
+            return slot, start, by_rows, 0, 0
+        others = [self._value(kind, sample, step.kernel) for sample in samples[1:]]
+        values = [value for _, value, _ in others]
+        more = 0 if step.longer is None else values.pop() - start  # of a pass with one row more
+        later, longer = (*[value - start for value in values], *[0] * (2 - len(values)))
+        known = all(other[0] == slot and other[2] == by_rows for other in others)
+        if not known or (longer or more if kind == "p" else later):
+            raise NotRecordable(f"{step.kernel.name} depends on its rows in a way that cannot be recorded")
+        return slot, start - self._choices[0].stop * longer - self._runs[0] * more, by_rows + more, later, longer
+
+    def _value(self, kind: str, argument: Any, kernel: Kernel) -> tuple[int, int, int]:
+        """Slot and constant of an argument, and what the rows of the pass are multiplied with."""
         if isinstance(argument, Slot):
-            return argument.slot, 0
+            return argument.slot, 0, 0
         if kind == "f":
-            return ZERO, struct.unpack("<i", struct.pack("<f", argument))[0]
+            return ZERO, struct.unpack("<i", struct.pack("<f", argument))[0], 0
         if kind == "i":
-            return ZERO, int(argument)
+            return ZERO, int(argument), 0
         if argument is None or isinstance(argument, int):
             return self._pointer(argument or 0, kernel)
-        return ZERO, ctypes.addressof(argument)  # an array of sizes or strides, the same in every pass
+        return ZERO, ctypes.addressof(argument), 0  # an array of sizes or strides, the same in every pass
 
 
 _ARGMAX = Choosing((), Context([]))
@@ -559,19 +596,19 @@ class Program:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Recording:
-    """The recorded pass for one number of rows, and what a sequence's commit runs after it."""
+    """The recorded pass of a sequence for one number of rows, or that of several, and what a commit runs after it."""
 
     run: Program
     replay: Program  # recomputes recurrent states for fewer rows
     windows: Program  # updates convolution windows to the kept rows
-    out_shape: tuple[int, ...]
-    work_bytes: int
+    width: int  # of the result
+    work_bytes: int  # these two for every row of the pass, if it is one over several sequences
     kept_bytes: int
     alive: Any  # owners of memory that the programs point to
 
 
 class RecordedPasses:
-    """Passes of one body, with a recording for each number of rows that was run, of one sequence and of several."""
+    """Passes of one body, with a recording for each number of rows that was run, and one of several sequences."""
 
     eager_reason = ""
 
@@ -580,37 +617,34 @@ class RecordedPasses:
         self.runner = runner
         self.body = body
         self.hidden_size = hidden_size
-        self._recordings: dict[tuple[int, bool], Recording | None] = {}  # None: run eagerly
+        self._recordings: dict[int | None, Recording | None] = {}  # by rows, None: several sequences; None: run eagerly
         self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
         self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
 
-    def record(self, rows: int, caches: Sequence[Cache], *, shared: bool = False) -> Recording:
-        """Record a pass of ``rows`` rows over caches like these. Raises: NotRecordable with the reason."""
-        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size, shared=shared)
-        tokens = RecordedTokens(rows)
+    def record(self, rows: int | None, caches: Sequence[Cache]) -> Recording:
+        """Record a pass over caches like these, with None over several sequences. Raises: NotRecordable."""
+        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
         try:
-            recording = tape.record(lambda tape: tape.finish(self.body(tape.caches, tokens, tape.hidden)))
+            self._recordings[rows] = recording = tape.record(lambda tape: tape.recording_of(self.body))
         except NotRecordable:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
-        self._recordings[rows, shared] = recording
         return recording
 
-    def of(self, rows: int, caches: Sequence[Cache], *, shared: bool = False) -> Recording | None:
+    def of(self, rows: int | None, caches: Sequence[Cache]) -> Recording | None:
         """The recording of a pass, made when it is first needed; None, with a warning, if it cannot be recorded."""
-        key = rows, shared
-        if key not in self._recordings:
+        if rows not in self._recordings:
             with self.ops.lock.held:
                 try:
-                    self.record(rows, caches, shared=shared)
+                    self.record(rows, caches)
                 except NotRecordable as refusal:  # although passes of other lengths could be
                     log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
-                    self._recordings[key] = None
-        return self._recordings[key]
+                    self._recordings[rows] = None
+        return self._recordings[rows]
 
     def chain(self, rows: int, parts: int, caches: Sequence[Cache], *, choice: bool) -> tuple[Any, int] | None:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
@@ -623,7 +657,7 @@ class RecordedPasses:
             chain = None
             if first is not None and one is not None and not first.kept_bytes and not one.kept_bytes:
                 if (best := self.best.get((parts, choice))) is None:
-                    tape = Tape(self.ops, self.runner, [], 1, 0, shared=False)
+                    tape = Tape(self.ops, self.runner, [], 1, 0)
                     best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
                     self.best[parts, choice] = best
                 numbers = [*first.run.addresses(), *one.run.addresses(), *best.addresses()]
@@ -661,7 +695,7 @@ class RecordedPass(Pass):
         self._last = None
         if recording is None:
             return self._eager.run(tokens, hidden)
-        self._fill(0, rows)
+        self._fill(0, rows, 1)
         if recording.kept_bytes and (self._kept is None or self._kept.nbytes < recording.kept_bytes):
             self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
         out = self._replay(recording, self._slots, tokens, hidden, self._kept)
@@ -672,29 +706,30 @@ class RecordedPass(Pass):
         self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]], hidden: Array | None = None
     ) -> Array:
         bound, joined = [self, *others], [token for own in tokens for token in own]
-        recording = self._passes.of(len(joined), self._caches, shared=True)
+        recording = self._passes.of(None, self._caches)
         for one in bound:
             one._last = None
         if recording is None:
             return self._eager.run_batch([one._eager for one in others], tokens, hidden)
         width, first = len(self._slots) - FIRST_ROW, 0
         slots = (ctypes.c_int64 * (FIRST_ROW + width * len(bound)))()
-        slots[SEQUENCES], slots[WIDTH] = len(bound), width
+        slots[SEQUENCES], slots[WIDTH], slots[ALL_ROWS] = len(bound), width, len(joined)
         for number, (one, own) in enumerate(zip(bound, tokens, strict=True)):
-            one._fill(first, len(own))
+            one._fill(first, len(own), len(joined))
             first += len(own)
             to = ctypes.addressof(slots) + _INTEGER * (FIRST_ROW + number * width)
             ctypes.memmove(to, ctypes.addressof(one._slots) + _INTEGER * FIRST_ROW, _INTEGER * width)
-        kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU) if recording.kept_bytes else None
+        size = len(joined) * recording.kept_bytes
+        kept = torch.empty(size, dtype=torch.uint8, device=CPU) if size else None
         out = self._replay(recording, slots, joined, hidden, kept)
         for one in bound:
             one._last = recording, kept
         return out
 
-    def _fill(self, first: int, rows: int) -> None:
+    def _fill(self, first: int, rows: int, scale: int) -> None:
         """Fill the sequence's slots for ``rows`` rows from ``first`` on. Raises: StateError if a cache is full."""
         slots = self._slots
-        slots[FIRST_ROW], slots[OWN_ROWS] = first, rows
+        slots[ALL_ROWS], slots[FIRST_ROW], slots[OWN_ROWS] = scale, first, rows
         for slot, cache in self._growing:
             slots[slot], _ = cache.reserve(rows)
         for slot, cache, matrix, at, other in self._recurrent:
@@ -710,13 +745,13 @@ class RecordedPass(Pass):
             hidden = self._checked(hidden, len(tokens))
             slots[HIDDEN] = hidden.data_ptr()
         ids = (ctypes.c_int64 * len(tokens))(*tokens)
-        out = torch.empty(recording.out_shape, dtype=ops.dtype, device=CPU)
+        out = torch.empty(len(tokens), recording.width, dtype=ops.dtype, device=CPU)
         slots[TOKENS] = ctypes.addressof(ids)
         slots[OUT] = out.data_ptr()
         slots[KEPT] = 0 if kept is None else kept.data_ptr()
         slots[THREADS] = ops.threads.count()
         with ops.lock.held:
-            slots[WORK] = ops.work(recording.work_bytes)
+            slots[WORK] = ops.work(slots[ALL_ROWS] * recording.work_bytes)
             failed = self._play(recording.run, slots)
         if failed >= 0:
             raise ContractError(f"step {failed} of a recorded pass failed: a token id outside the vocabulary")
@@ -753,7 +788,7 @@ class RecordedPass(Pass):
             programs, outputs = chain
             logits = outputs + _aligned(end * row_bytes)
             work = ops.work(logits + 4 * features)
-            slots[WORK] = work
+            slots[WORK], slots[ALL_ROWS] = work, 1
             slots[HIDDEN] = hidden.data_ptr()
             slots[TOKENS] = ctypes.addressof(ids)
             slots[OUT] = work + outputs

@@ -21,7 +21,7 @@ constexpr int64_t TABLE = -1;  // as a slot: the argument is the address of an a
 // as in tape.py
 enum Slot {
     HIDDEN = 3, TOKENS = 4, OUT = 5, THREADS = 6, ROW = 8, BEST = 10, CHOICE = 11,
-    SEQUENCES = 22, WIDTH = 23, FIRST_ROW = 24, OWN_ROWS = 25, FIRST_CACHE = 26, PER_CACHE = 4
+    SEQUENCES = 22, WIDTH = 23, ALL_ROWS = 24, FIRST_ROW = 25, OWN_ROWS = 26, FIRST_CACHE = 27, PER_CACHE = 4
 };
 
 constexpr int64_t CHOICE_FIRST = 19, CHOICE_POSITION = 20;  // fields of a Choice, as in choice.cpp
@@ -29,7 +29,7 @@ constexpr int64_t CHOICE_FIRST = 19, CHOICE_POSITION = 20;  // fields of a Choic
 struct Argument {
     int64_t slot;
     int64_t value;  // TABLE: 256 * first entry + entries
-    int64_t per_row_before, per_row;  // what every row before the sequence's and every row of its own adds
+    int64_t by_rows, per_row_before, per_row;  // added for each row of the pass, before the sequence's, of its own
 };
 
 using Caller = int64_t (*)(void* function, const int64_t* arguments);
@@ -112,9 +112,10 @@ Caller caller_of(const char* signature, bool has_result) {
 // Runs a step, over the sequence whose slots come `at` slots after those of the first.
 INLINE int64_t run_step(const Step& step, const Argument* arguments, const int64_t* slots, int64_t at) {
     int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
-    const int64_t before = slots[FIRST_ROW + at], rows = slots[OWN_ROWS + at];
+    const int64_t all = slots[ALL_ROWS], before = slots[FIRST_ROW + at], rows = slots[OWN_ROWS + at];
     const auto value = [&](const Argument& a) {
-        return slots[a.slot < FIRST_ROW ? a.slot : a.slot + at] + a.value + before * a.per_row_before + rows * a.per_row;
+        return slots[a.slot < FIRST_ROW ? a.slot : a.slot + at] + a.value + all * a.by_rows +
+               before * a.per_row_before + rows * a.per_row;
     };
     int64_t tables = 0;
     for (int64_t i = 0; i < step.count; ++i) {
@@ -131,12 +132,14 @@ INLINE int64_t run_step(const Step& step, const Argument* arguments, const int64
 }
 
 // How many threads share the sequences: all, each with whole sequences, if that keeps them about equally busy; else
-// one, and the kernels share each sequence's work among all. Work is taken to be the committed rows and a constant.
+// one, and the kernels share each sequence's work among all. The work of a row is taken to be the committed rows and a
+// constant.
 int threads_for_sequences(const int64_t* slots) {
     constexpr int64_t CONSTANT = 512;
     int64_t longest = 0, sum = 0;
     for (int64_t i = 0; i < slots[SEQUENCES]; ++i) {
-        const int64_t work = slots[FIRST_CACHE + i * slots[WIDTH]] + CONSTANT;
+        const int64_t* own = slots + i * slots[WIDTH];
+        const int64_t work = own[OWN_ROWS] * (own[FIRST_CACHE] + CONSTANT);
         longest = std::max(longest, work);
         sum += work;
     }
