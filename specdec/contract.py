@@ -14,7 +14,7 @@ import numbers
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, overload
 
 import attrs
 
@@ -395,13 +395,33 @@ class ForwardPass(abc.ABC):
         Raises: StateError if the state was made without ``Needs.mtp`` or has lost hidden states; UnsupportedError for a
         model without a head.
         """
+        options: dict[str, Any] = {} if head is None else {"head": head}  # a target without such heads may not know it
+        steps, output = self._mtp_steps(state, pending, depth, choose), None
+        while True:
+            try:
+                tokens, hidden, provisional = steps.send(output)
+            except StopIteration as end:
+                drafted: tuple[int, ...] = end.value
+                return drafted
+            output = self.decode_mtp(state, tokens, hidden, provisional=provisional, **options)
+
+    def draft_mtp_batch(self, drafts: Sequence[MtpDraft]) -> list[tuple[int, ...] | BaseException]:
+        """``draft_mtp`` of several states, each different from the others, with the same results and bits.
+
+        What one draft raises comes in its place. The default runs one after another.
+        """
+        return [draft.run() for draft in drafts]
+
+    def _mtp_steps(
+        self, state: State, pending: int, depth: int, choose: Callable[[Logits, Sequence[int]], int | None] | None
+    ) -> Generator[tuple[Sequence[int], Hidden, bool], Any, tuple[int, ...]]:
+        """A draft as a generator of the arguments of ``decode_mtp``, which is sent the outputs."""
         pairs = self._pairs_to_draft_from(state)
         if depth < 1 or not pairs.waiting:
             return ()
         if pairs.waiting > WAITING_ROWS:
             self.feed_mtp(state)
-        options: dict[str, Any] = {} if head is None else {"head": head}  # a target without such heads may not know it
-        output = self.decode_mtp(state, *pairs.take(pending), **options)
+        output: ForwardOutput = yield (*pairs.take(pending), False)
         drafted: list[int] = []
         while True:
             logits = output.need_logits()
@@ -411,7 +431,7 @@ class ForwardPass(abc.ABC):
             drafted.append(token)
             if len(drafted) == depth:
                 break
-            output = self.decode_mtp(state, [token], output.need_hidden()[-1:], provisional=True, **options)
+            output = yield [token], output.need_hidden()[-1:], True
         return tuple(drafted)
 
     def _pairs_to_draft_from(self, state: State) -> MtpPairs:
@@ -753,17 +773,30 @@ class PassRequest:
     tokens: Sequence[int]
     seconds: float = 0.0
 
-    def run(self) -> ForwardOutput | BaseException:
+    @property
+    def steps(self) -> int:
+        """How many passes of the model it takes, by which the time of shared ones is divided."""
+        return 1
+
+    def run(self) -> Any:
         """Run it in a pass of its own; returns the output, or what was raised."""
         started = perf_counter()
         try:
-            return self.model.decode(self.state, self.tokens)
+            return self._alone()
         except BaseException as error:  # noqa: BLE001 - the generator raises it
             return error
         finally:
             self.seconds = perf_counter() - started
 
-    def __iter__(self) -> Passes[ForwardOutput]:
+    def _alone(self) -> Any:
+        return self.model.decode(self.state, self.tokens)
+
+    @classmethod
+    def run_batch(cls, requests: Sequence[Self]) -> Sequence[Any]:
+        """Run requests of this kind for one model as one; returns what ``run`` returns for each."""
+        return requests[0].model.decode_batch([(request.state, request.tokens) for request in requests])
+
+    def __iter__(self) -> Passes[Any]:
         output = None
         while output is None:
             output = yield self
@@ -772,7 +805,30 @@ class PassRequest:
         return output
 
 
-Passes: TypeAlias = Generator[PassRequest, ForwardOutput | BaseException | None, R]
+@attrs.define(eq=False)
+class MtpDraft(PassRequest):
+    """A draft of the model's MTP head after the pending token, the only one of ``tokens``.
+
+    ``yield from`` stands for ``model.draft_mtp`` with these arguments.
+    """
+
+    depth: int = attrs.field(kw_only=True)
+    head: DraftHead | None = attrs.field(default=None, kw_only=True)
+    choose: Callable[[Logits, Sequence[int]], int | None] | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def steps(self) -> int:
+        return max(self.depth, 1)
+
+    def _alone(self) -> tuple[int, ...]:
+        return self.model.draft_mtp(self.state, self.tokens[0], self.depth, head=self.head, choose=self.choose)
+
+    @classmethod
+    def run_batch(cls, requests: Sequence[Self]) -> Sequence[Any]:
+        return requests[0].model.draft_mtp_batch(requests)
+
+
+Passes: TypeAlias = Generator[PassRequest, Any, R]
 """Work that stops for passes. It is sent the output of each, or what the pass raised; after None it asks again."""
 
 

@@ -37,11 +37,12 @@ class BatchingOps(DelegatingOps):
         del values["self"]
         of_rows = [key for key in _ROWS[name] if values.get(key) is not None]
         key, batched = next((key, value) for key, value in values.items() if isinstance(value, Batched))
-        results = []
-        for part, rows in zip(batched.parts, batched.rows, strict=True):
+
+        def run(part: Any, rows: slice) -> Any:
             own = {argument: values[argument][rows] for argument in of_rows}
-            results.append(super().call(name, **values | own | {key: part}))
-        return None if results[0] is None else self.inner.join_rows(results)
+            return DelegatingOps.call(self, name, **values | own | {key: part})
+
+        return batched.each(run, self.inner.hidden_type.concatenate)
 
 
 @functools.cache

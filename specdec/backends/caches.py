@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import attrs
@@ -75,7 +75,12 @@ class Batched:
     @property
     def length(self) -> Batched:
         """The lengths of the caches."""
-        return Batched([cache.length for cache in self.parts], self.rows)
+        return attrs.evolve(self, parts=[cache.length for cache in self.parts])
+
+    def each(self, run: Callable[[Any, slice], Any], join: Callable[[list[Any]], Any]) -> Any:
+        """The results of ``run`` for the part and rows of every sequence, joined; None if it gives none."""
+        results = [run(part, rows) for part, rows in zip(self.parts, self.rows, strict=True)]
+        return None if results[0] is None else join(results)
 
 
 class MarkedCache(Cache):

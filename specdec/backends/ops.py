@@ -352,10 +352,6 @@ class Ops(abc.ABC):
         host = self.to_host(x)
         return self.from_host(torch.cat([function(row[None].float()) for row in host]).to(host.dtype))
 
-    def join_rows(self, arrays: list[Array]) -> Array:
-        """Arrays ``[T_i, ...]`` one after another, as a pass over several sequences needs them."""
-        return self.hidden_type.concatenate(arrays)
-
     @abc.abstractmethod
     def concat(self, a: Array, b: Array) -> Array:
         """Concatenate ``[T, ..., H_a]`` and ``[T, ..., H_b]`` along the last axis: ``[T, ..., H_a + H_b]``."""
@@ -499,6 +495,10 @@ class Ops(abc.ABC):
         ``head`` up to rounding, as each row of the weight has other neighbours.
         """
         raise self._lacks("pruned_head")
+
+    def pruned_heads(self, x: Array, heads: Sequence[HeadRows]) -> Sequence[Logits]:
+        """``pruned_head`` of each row of ``x [T, H]`` with rows of its own."""
+        return [self.pruned_head(x[t : t + 1], rows) for t, rows in enumerate(heads)]
 
     # --- rows ------------------------------------------------------------------------------------------------------
 

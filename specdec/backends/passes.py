@@ -18,7 +18,8 @@ from specdec.errors import UnsupportedError
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
 
-It returns an array ``[T, H]`` and appends provisional rows to the caches. Its launches may depend only on T.
+It returns an array ``[T, H]`` and appends provisional rows to the caches. Its launches may depend only on T; with the
+caches of several sequences (``Batched``) they are always the same, only larger.
 """
 
 
@@ -33,8 +34,8 @@ class Pass(abc.ABC):
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last run in all caches; 0 drops all."""
 
-    def run_batch(self, others: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Array:
-        """Run this pass and ``others`` of its kind as one, each over its own tokens.
+    def run_batch(self, others: Sequence[Any], tokens: Sequence[Sequence[int]], hidden: Array | None = None) -> Array:
+        """Run this pass and ``others`` of its kind as one, each over its own tokens and rows of ``hidden``.
 
         Returns the rows of all sequences one after another ``[sum of T, H]``, provisional until each pass's ``commit``.
         """
@@ -72,9 +73,11 @@ class EagerPass(Pass):
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         return self.body(self.caches, tokens, hidden)
 
-    def run_batch(self, others: Sequence[EagerPass], tokens: Sequence[Sequence[int]]) -> Array:
+    def run_batch(
+        self, others: Sequence[EagerPass], tokens: Sequence[Sequence[int]], hidden: Array | None = None
+    ) -> Array:
         caches = Batched.layers([self.caches, *(other.caches for other in others)], [len(own) for own in tokens])
-        return self.body(caches, [token for own in tokens for token in own], None)
+        return self.body(caches, [token for own in tokens for token in own], hidden)
 
     def commit(self, rows: int) -> None:
         for cache in self.caches:

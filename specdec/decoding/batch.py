@@ -10,10 +10,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import attrs
 
-from specdec.contract import ForwardOutput, ModelInfo, Parity, PassRequest
+from specdec.contract import ModelInfo, Parity, PassRequest
 from specdec.decoding.result import Result
 from specdec.decoding.stream import Stream
 from specdec.errors import NoMemoryError
@@ -40,7 +41,7 @@ class Batch:
         self.rows = 0
         self._prompts: list[Stream] = []  # whose prompts have yet to run, in the order in which they joined
         self._oldest = False  # whether the last chunk was of the oldest one
-        self._outputs: dict[Stream, ForwardOutput | BaseException] = {}
+        self._outputs: dict[Stream, Any] = {}  # or what was raised
         self._prices = _Prices()
         self._stopping = False
 
@@ -64,16 +65,14 @@ class Batch:
             for stream in going:
                 request = self._go_on(stream, texts)
                 if request is not None:
-                    (requests if request.model is stream.target else drafts)[stream] = request
-            for model in dict.fromkeys(request.model for request in drafts.values()):
-                self._run({stream: request for stream, request in drafts.items() if request.model is model})
+                    verifies = type(request) is PassRequest and request.model is stream.target
+                    (requests if verifies else drafts)[stream] = request
+            kinds = {stream: (request.model, type(request)) for stream, request in drafts.items()}
+            for kind in dict.fromkeys(kinds.values()):
+                self._run({stream: request for stream, request in drafts.items() if kinds[stream] == kind})
             going = list(drafts)
         self.rows = sum(len(request.tokens) for request in requests.values())
-        seconds = self._run(requests)
-        if seconds:
-            self._prices.add(self.rows, seconds)
-            for request in requests.values():
-                request.seconds = self._prices.share(seconds, len(requests), len(request.tokens) - 1)
+        self._run(requests, self._prices)
         return texts
 
     def _go_on(self, stream: Stream, texts: list[tuple[Stream, str]]) -> PassRequest | None:
@@ -136,22 +135,26 @@ class Batch:
         if stream in self._prompts:
             self._prompts.remove(stream)
 
-    def _run(self, requests: Mapping[Stream, PassRequest]) -> float:
-        """Run passes of one model as one, and keep their outputs; returns the seconds of a pass that was shared.
+    def _run(self, requests: Mapping[Stream, PassRequest], prices: _Prices | None = None) -> None:
+        """Run passes of one model as one, if that changes no bits, and keep their outputs.
 
-        They run one after another, and it returns 0, where one pass could change bits.
+        Each is told its share of the seconds: by ``prices``, or by the number of its steps.
         """
-        passes, seconds = list(requests.values()), 0.0
+        passes = list(requests.values())
         if len(passes) < 2 or not _batches(passes[0].model.info):
-            outputs: Sequence[ForwardOutput | BaseException] = [request.run() for request in passes]
+            outputs: Sequence[Any] = [request.run() for request in passes]
         else:
             started = perf_counter()
             outputs = _run_together(passes)
-            seconds = perf_counter() - started
+            seconds, steps = perf_counter() - started, sum(request.steps for request in passes)
+            if prices is not None:
+                prices.add(self.rows, seconds)
             for request in passes:
-                request.seconds = seconds / len(passes)
+                if prices is not None:
+                    request.seconds = prices.share(seconds, len(passes), len(request.tokens) - 1)
+                elif not request.seconds:  # else the model has run it alone
+                    request.seconds = seconds * request.steps / steps
         self._outputs |= zip(requests, outputs, strict=True)
-        return seconds
 
 
 def _begun(start: Callable[[], Stream]) -> Stream:
@@ -197,9 +200,9 @@ class _Prices:
         return seconds / sequences + (1 - 1 / sequences) * slope * drafted
 
 
-def _run_together(requests: Sequence[PassRequest]) -> Sequence[ForwardOutput | BaseException]:
+def _run_together(requests: Sequence[PassRequest]) -> Sequence[Any]:
     """One pass for all requests. If it fails, each has its own, so that only those fail that cause it."""
     try:
-        return requests[0].model.decode_batch([(request.state, request.tokens) for request in requests])
+        return type(requests[0]).run_batch(requests)
     except Exception:  # noqa: BLE001 - found again below
         return [request.run() for request in requests]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.contract import ForwardPass, Logits, Passes, PassRequest, State
+from specdec.contract import ForwardOutput, ForwardPass, Logits, Passes, PassRequest, State
 from specdec.text import common_prefix
 
 WAITING_ROWS = 8  # committed tokens that a decode may include; more are prefilled first
@@ -79,5 +79,5 @@ class Follower:
         """The logits after ``tokens`` and ``drafted``, in the last row."""
         self._decoded = [*tokens[self.held :], *drafted]
         self.passes += 1
-        output = yield from PassRequest(self.model, self.state, self._decoded)
+        output: ForwardOutput = yield from PassRequest(self.model, self.state, self._decoded)
         return output.need_logits()

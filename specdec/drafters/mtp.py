@@ -15,7 +15,19 @@ from typing import Any
 
 import attrs
 
-from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, DraftNoise, Needs, PrepareEnv
+from specdec.contract import (
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSpec,
+    DraftNoise,
+    MtpDraft,
+    Needs,
+    Passes,
+    PrepareEnv,
+    run_passes,
+)
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
 from specdec.hookspecs import hookimpl
@@ -41,21 +53,23 @@ class MtpDrafter(Drafter):
             self._choice = HeadChoice(env.shared, config)
 
     def propose(self, context: Context, depth: int) -> Draft:
+        return run_passes(self.drafting(context, depth))
+
+    def drafting(self, context: Context, depth: int) -> Passes[Draft]:
         head = None if self._choice is None else self._choice.follow(context)
-        sampling = context.sampling
-        if self._gate is None and sampling.temperature == 0 and is_plain(sampling):
-            return Draft(self._target.draft_mtp(self._state, context[-1], depth, head=head))
+        sampling, pairs = context.sampling, self._state.pairs
+        draft = MtpDraft(self._target, self._state, [context[-1]], depth=depth, head=head)
         coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
         if self._gate is None and coupled and not sampling.processors:  # the target can choose the tokens on its device
-            pairs = self._state.pairs
             known = pairs is not None and pairs.waiting > 0
-            tokens = self._target.draft_mtp(self._state, context[-1], depth, head=head, choose=CoupledDraft(context))
+            if sampling.temperature > 0 or not is_plain(sampling):
+                draft.choose = CoupledDraft(context)
+            tokens = yield from draft
             self._dead_ends += known and len(tokens) < depth
             return Draft(tokens)
         drawing = Drawing(self._gate or DraftGate(), context, reduced=head is not None)
-        self._target.draft_mtp(
-            self._state, context[-1], depth, head=head, choose=lambda logits, drafted: drawing.next(logits)
-        )
+        draft.choose = lambda logits, drafted: drawing.next(logits)
+        yield from draft
         self._dead_ends += drawing.dead_end
         return drawing.draft()
 

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from specdec.backends.caches import Batched
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
 from specdec.backends.passes import Body, Pass, Passes
 from specdec.contract import (
@@ -23,6 +24,7 @@ from specdec.contract import (
     Hidden,
     Logits,
     ModelInfo,
+    MtpDraft,
     MtpPairs,
     Needs,
     SharedWeights,
@@ -39,6 +41,7 @@ from specdec.sampling import CoupledDraft
 CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
 MORE_STATES = 3  # times the memory of new recurrent states that they may grow to
 PREFILL_ROWS = 512  # prompt rows per pass; bounds the memory of a long prompt
+SHARED_MTP = 10_000_000  # weights of an MTP layer from which drafts share its passes: smaller ones chain faster alone
 
 
 @attrs.frozen(kw_only=True)
@@ -262,7 +265,6 @@ class CausalLM(ForwardPass):
         for number, (state, tokens) in enumerate(batch):
             groups.setdefault(self._to_decode(state, tokens).boundaries, []).append(number)
         for group in groups.values():
-            group.sort(key=lambda number: len(batch[number][1]))  # fewer kinds of passes, which backends record
             while group:
                 shared, rows = [], 0
                 while group and rows + len(batch[group[0]][1]) <= self.info.batch_rows:
@@ -431,6 +433,77 @@ class CausalLM(ForwardPass):
                 return drafted
         return super().draft_mtp(state, pending, depth, head=head, choose=choose)
 
+    def draft_mtp_batch(self, drafts: Sequence[MtpDraft]) -> list[tuple[int, ...] | BaseException]:
+        """As in ``ForwardPass``; each step of a head of one module is a pass over all drafts that go on."""
+        most = self.info.batch_rows // WAITING_ROWS
+        if len(drafts) > most > 1:
+            parts = [self.draft_mtp_batch(drafts[at : at + most]) for at in range(0, len(drafts), most)]
+            return [result for part in parts for result in part]
+        if most < 2 or len(drafts) < 2 or self.model.later_mtp or self.info.mtp_weights < SHARED_MTP:
+            return super().draft_mtp_batch(drafts)
+        work = [self._mtp_steps(draft.state, draft.tokens[0], draft.depth, draft.choose) for draft in drafts]
+        results: dict[int, Any] = {}
+        outputs: dict[int, ForwardOutput | None] = dict.fromkeys(range(len(drafts)))
+        while outputs:
+            steps: dict[int, _MtpStep] = {}
+            for number, output in outputs.items():
+                head = drafts[number].head
+                try:
+                    tokens, hidden, provisional = work[number].send(output)
+                    self._check_pairs(tokens, hidden)
+                    rows = None if head is None else self._own_head(head).rows[0]
+                    steps[number] = _MtpStep(_own(drafts[number].state), tokens, hidden, provisional, rows)
+                except StopIteration as end:
+                    results[number] = end.value
+                except Exception as error:  # noqa: BLE001 - it ends this draft, not the others
+                    results[number] = error
+            outputs = {}
+            if not steps:
+                continue
+            try:
+                outputs |= zip(steps, self._decode_mtp_shared(list(steps.values())), strict=True)
+            except Exception as error:  # noqa: BLE001 - it ends those that were to share the pass
+                results |= dict.fromkeys(steps, error)
+        return [results[number] for number in range(len(drafts))]
+
+    def _decode_mtp_shared(self, steps: Sequence[_MtpStep]) -> list[ForwardOutput]:
+        """``decode_mtp`` for several states, as one pass; gives the last hidden state only."""
+        passes: list[Any] = [step.state.mtp_pass for step in steps]
+        for step in steps:
+            if not step.provisional:
+                step.cache.truncate(step.pairs.fed)
+        tokens, (hidden, *others) = [step.tokens for step in steps], [step.hidden for step in steps]
+        joined = self.ops.array(hidden.join(others) if others else hidden)
+        x = passes[0].run_batch(passes[1:], tokens, joined) if others else passes[0].run(tokens[0], joined)
+        end, rows = 0, []
+        for step, bound in zip(steps, passes, strict=True):
+            bound.commit(len(step.tokens))
+            if not step.provisional:
+                step.pairs.fed = step.cache.length
+            end += len(step.tokens)
+            rows.append(x[end - 1 : end])
+        logits = self._mtp_logits(rows, [step.head for step in steps])
+        return [
+            ForwardOutput(rows=len(step.tokens), logits=own, hidden=self.ops.hidden(row))
+            for step, row, own in zip(steps, rows, logits, strict=True)
+        ]
+
+    def _mtp_logits(self, rows: Sequence[Array], heads: Sequence[HeadRows | None]) -> Sequence[Logits]:
+        """The logits of each of ``rows`` ``[1, H]``, by the full head or by rows of it."""
+        full = [number for number, head in enumerate(heads) if head is None]
+        pruned = [(number, head) for number, head in enumerate(heads) if head is not None]
+        found: dict[int, Logits] = {}
+        if full:
+            logits: Any = self.ops.head(self._joined(rows[number] for number in full), self._mtp_lm_head)
+            found |= {number: logits[at : at + 1] for at, number in enumerate(full)}
+        if pruned:
+            x = self._joined(rows[number] for number, _ in pruned)
+            found |= zip((n for n, _ in pruned), self.ops.pruned_heads(x, [head for _, head in pruned]), strict=True)
+        return [found[number] for number in range(len(rows))]
+
+    def _joined(self, rows: Iterable[Array]) -> Array:
+        return self.ops.hidden_type.concatenate(list(rows))
+
     def _chain(
         self,
         state: SequenceState,
@@ -579,6 +652,27 @@ class CausalLM(ForwardPass):
         return self.ops.hidden(array)
 
 
+@attrs.frozen(eq=False)
+class _MtpStep:
+    """The arguments of ``decode_mtp`` for one of several states."""
+
+    state: SequenceState
+    tokens: Sequence[int]
+    hidden: Hidden
+    provisional: bool
+    head: HeadRows | None
+
+    @property
+    def cache(self) -> Cache:
+        assert self.state.mtp is not None
+        return self.state.mtp
+
+    @property
+    def pairs(self) -> MtpPairs:
+        assert self.state.pairs is not None
+        return self.state.pairs
+
+
 def _always(length: int) -> bool:
     return True
 
@@ -648,8 +742,9 @@ def _run_layers(
 def _run_mtp(model: DecoderModel, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
     assert model.mtp is not None
     table = model.embed_tokens if model.mtp_embed_tokens is None else model.mtp_embed_tokens
-    # nobody reads what a prompt's rows put out, except a later module
-    prompt = len(tokens) > model.ops.capabilities.max_rows and not model.later_mtp
+    # nobody reads what a prompt's rows put out, except a later module; drafts of several sequences may be as many rows
+    long = len(tokens) > model.ops.capabilities.max_rows
+    prompt = long and not model.later_mtp and not isinstance(caches[0], Batched)
     run = model.mtp.fill if prompt else model.mtp
     return run(model.ops.embed(table, tokens), hidden, caches[0])
 

@@ -499,15 +499,6 @@ class NativeOps(ReferenceOps):
         self._copy_rows(right[0], right[1] * size, at + first, first + second, second, rows)
         return out
 
-    def join_rows(self, arrays: list[Tensor]) -> Tensor:
-        out = _new(sum(map(len, arrays)), *arrays[0].shape[1:], dtype=arrays[0].dtype)
-        at = out.data_ptr()
-        for array in arrays:
-            dense = array if array.is_contiguous() else array.contiguous()  # which would end a recording
-            self._copy_rows(dense.data_ptr(), 0, at, 0, array.nbytes, 1)
-            at += array.nbytes
-        return out
-
     def _dense_rows(self, x: Tensor) -> tuple[int, int, int] | None:
         """Address, row stride and number of rows along the last axis; None unless one stride covers them all."""
         if x.dtype is not self.dtype or x.ndim < 2:

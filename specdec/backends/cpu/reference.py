@@ -338,6 +338,18 @@ class ReferenceOps(Ops):
         values = [self.head(x, part).rows() for part in rows.parts]
         return self._pruned_logits(values[0] if len(values) == 1 else np.concatenate(values, axis=1), rows)
 
+    def pruned_heads(self, x: Tensor, heads: Sequence[Any]) -> list[PrunedLogits]:
+        bases: dict[int, list[int]] = {}  # rows of x whose heads extend the same one share the product with that
+        for t, rows in enumerate(heads):
+            bases.setdefault(id(rows.base), []).append(t)
+        found: dict[int, PrunedLogits] = {}
+        for group in bases.values():
+            shared = self.head(x[group], heads[group[0]].base.parts[0]).rows()
+            for t, values in zip(group, shared[:, None], strict=True):
+                own = [self.head(x[t : t + 1], part).rows() for part in heads[t].parts[1:]]
+                found[t] = self._pruned_logits(np.concatenate([values, *own], axis=1), heads[t])
+        return [found[t] for t in range(len(heads))]
+
     def _pruned_logits(self, values: Float32, rows: HeadRows) -> PrunedLogits:
         return PrunedLogits(values, rows.ids, rows.vocab_size)
 

@@ -1,10 +1,14 @@
-"""Record passes of the native kernels once per number of rows of each sequence, and replay each with one call.
+"""Record passes of the native kernels once per number of rows, and replay each with one call.
 
 During recording, the model code and the ops run as usual, but kernel calls are stored instead of made and outputs are
 memory that is never filled. Each argument is either constant (a stride, the address of a weight) or read from a *slot*
 that is filled before each replay: lengths, threads, and addresses of the sequence's caches, of results, and of two
 blocks of memory. *Work* memory is used only during the pass; it belongs to the ops, so passes of one model take turns.
 *Kept* memory is also read by a commit; it belongs to the sequence.
+
+A pass over several sequences is recorded once for all numbers of rows. The body runs over two numbers, and an op that
+reads a cache over a few choices of a sequence's rows, which shows how each argument depends on the rows of the pass, on
+those before the sequence's and on its own; the replay makes the calls that read a cache once per sequence.
 
 Every address must be in known memory: an output of this recording, a weight, a cache or an argument of the pass. A
 length is a ``Slot``, which cannot be calculated with. Torch functions that do more than inspect or view a tensor are
@@ -17,8 +21,7 @@ import bisect
 import ctypes
 import itertools
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -68,31 +71,29 @@ class TapeOps(Protocol):
 
 
 ALIGNMENT = 64  # bytes
+VARIED = (4, 5)  # rows of the two runs that a recording for all numbers of rows is made from
 TRIED_ROWS = (1, 2)  # recorded when a model is loaded, to find out early whether its passes can be recorded
 _TABLE = -1  # kernels/tape.cpp
 _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of a table share one integer
 
-# Slots: fixed ones, then four per cache.
+# Slots: fixed ones, then for each sequence its first row in the pass, its rows, and four per cache.
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
 # Of a chain: the last row of a pass, its logits, the best token, how it is chosen, ids of the logits, their number, the
 # size of the vocabulary; the head in one or two parts (address, stride, features), and the logits of the second part.
+# Of a pass over several sequences: their number, the slots of each, and the rows of the pass (1 where it has its own
+# recording).
 ROW, LOGITS, BEST, CHOICE, IDS, FEATURES, VOCABULARY = range(8, 15)
 PARTS = (15, 18)
-SECOND_LOGITS = 21
-_FIRST_CACHE = 24
+SECOND_LOGITS, SEQUENCES, WIDTH, ALL_ROWS, FIRST_ROW, OWN_ROWS, _FIRST_CACHE = range(21, 28)
 _PER_CACHE = 4  # length and up to three addresses
 _INTEGER = 8  # bytes of a slot
-
-# Passes over several sequences: recording one takes as long as several passes, and many numbers of rows come seldom.
-OFTEN = 8  # passes with the same numbers of rows before they are recorded
-MOST_BATCHES = 32  # recordings that are kept, those used last
 
 # Torch functions that a recorded pass may call: queries and views of a tensor. A view that turns out to be a copy has
 # an unknown address, so it is refused when a kernel reads it.
 _HARMLESS = frozenset(
-    "__get__ __getitem__ __len__ chunk data_ptr dim element_size empty expand flatten is_contiguous narrow ndimension "
-    "numel permute reshape select size split squeeze storage_offset stride t tensor transpose unbind unflatten "
-    "unsqueeze untyped_storage view".split()
+    "__get__ __getitem__ __len__ as_strided chunk data_ptr dim element_size empty expand flatten is_contiguous "
+    "narrow ndimension numel permute reshape select size split squeeze storage_offset stride t tensor transpose "
+    "unbind unflatten unsqueeze untyped_storage view".split()
 )
 
 
@@ -196,10 +197,22 @@ class _RecordedDelta(_KeptLength):
         self.replay: Any = None
 
 
+@attrs.frozen(eq=False)
+class _Sampled(Batched):
+    """A cache during the recording of a pass over several sequences: an op over it runs for each choice of rows."""
+
+    tape: Tape
+
+    def each(self, run: Callable[[Any, slice], Any], join: Callable[[list[Any]], Any]) -> Any:
+        return self.tape.sampled(run, self.parts, self.rows)
+
+
 @attrs.frozen
 class _Step:
     kernel: Kernel
-    arguments: tuple[Any, ...]
+    samples: Sequence[tuple[Any, ...]]  # the arguments, for each choice of rows
+    longer: tuple[Any, ...] | None = None  # and for the first in a pass of another number of rows
+    each: bool = False  # whether it runs once per sequence
 
 
 @attrs.define
@@ -207,6 +220,8 @@ class _Buffer:
     """An output of the recording. Its tensor only reserves a unique range of addresses."""
 
     tensor: Tensor
+    first_run: _Buffer | None = None  # the same output of the first run
+    size: int = 0  # bytes, for every row of the pass if its number may vary
     slot: int = WORK
     offset: int = 0
     first: int = -1  # step that writes it
@@ -217,9 +232,9 @@ class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
     def __init__(
-        self, ops: TapeOps, runner: Runner, sequences: Sequence[Sequence[Cache]], rows: Sequence[int], hidden_size: int
+        self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int | None, hidden_size: int
     ) -> None:
-        """``sequences``: the caches of each sequence; ``rows``: the rows of each."""
+        """``caches`` of any sequence. ``rows``: None for any rows of any number of sequences."""
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -228,15 +243,17 @@ class Tape(TorchFunctionMode):
         self._buffers: list[_Buffer] = []
         self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
-        slots = itertools.count(_FIRST_CACHE, _PER_CACHE)
-        self._rows = rows
-        self._sequences = [[self._stand_in(cache, next(slots)) for cache in caches] for caches in sequences]
-        self.hidden = None
-        if hidden_size:
-            self.hidden = self.empty(sum(rows), hidden_size, dtype=ops.dtype)
-            self._buffers[-1].slot = HIDDEN
+        self._runs, self._hidden_size = VARIED if rows is None else (rows,), hidden_size
+        self._rows = self._runs[0]  # of the present run
+        self._choices = [slice(0, rows)]
+        if rows is None:  # the first choice, one that begins a row later, and one with a row more
+            self._choices = [slice(0, 2), slice(1, 3), slice(0, 3)]
+        self._stand_ins = [[self._stand_in(cache, slot) for slot, cache in _slots_of(caches)] for _ in self._choices]
+        self._choice: slice | None = None  # of an op that runs once per sequence
+        self._outputs: list[Tensor] = []  # of this op, for all sequences
+        self._made = 0  # of them for this choice
 
-    def _stand_in(self, cache: Cache, slot: int) -> Any:
+    def _stand_in(self, cache: Any, slot: int) -> Any:
         if type(cache) not in (CpuKVCache, CpuLatentCache, CpuDeltaCache):  # a subclass may do what a replay does not
             raise NotRecordable(f"a cache of type {type(cache).__name__} cannot be recorded")
         for at, tensor in enumerate(_memory(cache), start=slot + 1):
@@ -249,10 +266,11 @@ class Tape(TorchFunctionMode):
             raise NotRecordable(f"torch's {name} cannot be recorded")
         return func(*args, **(kwargs or {}))
 
-    @property
-    def caches(self) -> Sequence[Any]:
+    def _caches(self) -> Sequence[Any]:
         """What the body of the pass gets for its layers."""
-        return self._sequences[0] if len(self._rows) == 1 else Batched.layers(self._sequences, self._rows)
+        if len(self._choices) == 1:
+            return self._stand_ins[0]
+        return [_Sampled(layer, self._choices, self) for layer in zip(*self._stand_ins, strict=True)]
 
     def record(self, run: Callable[[Tape], R]) -> R:
         """Return ``run(self)``, with kernel calls recorded and torch calls checked."""
@@ -268,52 +286,126 @@ class Tape(TorchFunctionMode):
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for an output."""
-        tensor = torch.empty(*shape, dtype=dtype, device=CPU)
-        self._buffers.append(_Buffer(tensor))
-        return tensor
+        if self._choice is None:
+            tensor = torch.empty(*shape, dtype=dtype, device=CPU)
+            self._buffers.append(_Buffer(tensor))
+            return tensor
+        (rows, *rest), first, own = shape, self._choice.start, self._choice.stop - self._choice.start
+        each = rows - own + 1  # rows of the output for a row of the pass: a sequence never has fewer than it needs
+        if self._made == len(self._outputs):
+            choice, self._choice = self._choice, None
+            self._outputs.append(self.empty(self._rows * each, *rest, dtype=dtype))
+            self._choice = choice
+        output = self._outputs[self._made]
+        self._made += 1
+        if output.shape != (self._rows * each, *rest):
+            raise NotRecordable("the size of an output does not grow by a row with each row of the pass")
+        return output[first * each : first * each + rows]
 
     def call(self, kernel: Kernel, arguments: tuple[Any, ...]) -> int | None:
         """Record a call; return the result of a successful one."""
         if kernel.threads is not None:
             arguments = (*arguments, Slot(THREADS))
         self._alive.append(arguments)
-        self.steps.append(_Step(kernel, arguments))
+        self.steps.append(_Step(kernel, [arguments]))
         return -1 if kernel.has_result else None
 
-    def finish(self, out: Tensor) -> Recording:
-        """Return the recording; ``out`` is the result of the pass."""
-        passed, self.steps = self.steps, []
-        committed = [self._committed(caches) for caches in self._sequences]
+    def sampled(self, run: Callable[[Any, slice], Any], caches: Sequence[Any], choices: Sequence[slice]) -> Any:
+        """Record an op that runs once per sequence; ``run`` runs it over a cache and rows. Returns all its rows."""
+        self._outputs = []
+
+        def chosen(cache: Any, choice: slice) -> Any:
+            self._choice, self._made = choice, 0
+            result = run(cache, choice)
+            self._choice = None
+            return result
+
+        first, second, *_ = self._merged(chosen, caches, choices, each=True)
+        if first is None:
+            return None
+        if second.data_ptr() - first.data_ptr() != first.stride(0) * first.element_size():
+            raise NotRecordable("the rows of an output do not follow one another")
+        return first.as_strided((self._rows, *first.shape[1:]), first.stride())
+
+    def _merged(self, run: Callable[..., R], *choices: Sequence[Any], each: bool = False) -> list[R]:
+        """Record the calls that ``run`` makes for each choice, always the same ones, as one; returns the results."""
+        before, samples, results = self.steps, [], []
+        for arguments in zip(*choices, strict=True):
+            self.steps = []
+            results.append(run(*arguments))
+            samples.append(self.steps)
+        self.steps = before
+        for steps in zip(*samples, strict=True):
+            if len({step.kernel for step in steps}) > 1:
+                raise NotRecordable(f"{steps[0].kernel.name} is called for some numbers of rows only")
+            self.steps.append(_Step(steps[0].kernel, [step.samples[0] for step in steps], each=each))
+        return results
+
+    def recording_of(self, body: Body) -> Recording:
+        """Record a pass."""
+        (programs, buffers, out), *more = [self._run(body, rows) for rows in self._runs]
+        for buffer in buffers:
+            buffer.size = buffer.tensor.nbytes // (self._rows - 1 if more else 1)
+        for longer, others, _ in more:
+            programs = [
+                [self._with_longer(*steps) for steps in zip(*pair, strict=True)]
+                for pair in zip(programs, longer, strict=True)
+            ]
+            for buffer, other in zip(buffers, others, strict=True):
+                other.first_run = buffer
+                if other.tensor.nbytes != buffer.size * self._rows:
+                    raise NotRecordable("the size of an output is not a multiple of the rows of the pass")
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self._find_weights()
         self._result(out)
-        kept = self._lay_out(passed, [step for steps in committed for part in steps for step in part])
-        run, commits = self._compiled(passed), []
-        for sequence, (rows, (replayed, windows)) in enumerate(zip(self._rows, committed, strict=True)):
-            own = sequence * _PER_CACHE * len(self._sequences[0])  # a commit has the slots of its sequence only
-            commits.append(Commit(rows, self._compiled(replayed, own), self._compiled(windows, own)))
+        passed, replayed, windows = programs
+        kept = self._lay_out(passed, [*replayed, *windows])
         return Recording(
-            run=run,
-            commits=commits,
-            out_shape=tuple(out.shape),
-            work_bytes=max([b.offset + b.tensor.nbytes for b in self._buffers if b.slot == WORK], default=0),
+            run=self._compiled(passed),
+            replay=self._compiled(replayed),
+            windows=self._compiled(windows),
+            width=out.shape[1],
+            work_bytes=max([b.offset + b.size for b in buffers if b.slot == WORK], default=0),
             kept_bytes=kept,
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
 
-    def _committed(self, caches: Sequence[Any]) -> tuple[list[_Step], list[_Step]]:
+    def _run(self, body: Body, rows: int) -> tuple[list[list[_Step]], list[_Buffer], Tensor]:
+        """The steps of a pass and of its commit, their outputs, and the result."""
+        before, self._rows, hidden = len(self._buffers), rows, None
+        if self._hidden_size:
+            hidden = self.empty(rows, self._hidden_size, dtype=self._ops.dtype)
+            self._buffers[-1].slot = HIDDEN
+        out = body(self._caches(), RecordedTokens(rows), hidden)
+        passed, self.steps = self.steps, []
+        return [passed, *self._committed()], self._buffers[before:], out
+
+    @staticmethod
+    def _with_longer(step: _Step, longer: _Step) -> _Step:
+        """A step, from the one of the first run and the one of the second."""
+        if step.kernel is not longer.kernel:
+            raise NotRecordable(f"{step.kernel.name} is called for some numbers of rows only")
+        return attrs.evolve(step, longer=longer.samples[0])
+
+    def _committed(self) -> tuple[list[_Step], list[_Step]]:
         """Record a commit of fewer rows: the steps that compute recurrent states again, and those for the windows."""
-        recurrent = [cache for cache in caches if isinstance(cache, _RecordedDelta) and cache.raw is not None]
-        for cache in recurrent:
+        layers = [layer for layer in zip(*self._stand_ins, strict=True) if getattr(layer[0], "raw", None) is not None]
+
+        def replay(cache: Any) -> None:
             if cache.replay is None:
                 raise NotRecordable("a convolution without the delta rule after it")
             cache.replay(Slot(ROWS))
-        replayed, self.steps = self.steps, []
-        for cache in recurrent:
-            assert cache.raw is not None
+
+        def keep(cache: Any) -> None:
             taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
             self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
+
+        for layer in layers:
+            self._merged(replay, layer)
+        replayed, self.steps = self.steps, []
+        for layer in layers:
+            self._merged(keep, layer)
         windows, self.steps = self.steps, []
         return replayed, windows
 
@@ -352,7 +444,7 @@ class Tape(TorchFunctionMode):
         return self._buffers[i] if inside else None
 
     def _addresses(self, step: _Step) -> Iterator[int]:
-        for kind, argument in zip(step.kernel.signature, step.arguments, strict=True):
+        for kind, argument in zip(step.kernel.signature, step.samples[0], strict=True):
             if kind == "p" and isinstance(argument, int):
                 yield argument
             elif _is_pointers(argument):
@@ -369,80 +461,109 @@ class Tape(TorchFunctionMode):
                 if buffer.slot != WORK:
                     raise NotRecordable("a commit reads what the pass returned")
                 buffer.slot, buffer.offset = KEPT, kept
-                kept += _aligned(buffer.tensor.nbytes)
-        for i, step in enumerate(passed):
+                kept += _aligned(buffer.size)
+        moment, together = 0, False
+        for step in passed:
+            moment += not (step.each and together)  # a sequence may be through with such steps before another begins
+            together = step.each
             for address in self._addresses(step):
                 buffer = self._buffer_at(address)
                 if buffer is not None:
-                    buffer.first = i if buffer.first < 0 else buffer.first
-                    buffer.last = i
+                    buffer.first = moment if buffer.first < 0 else buffer.first
+                    buffer.last = moment
         used = [buffer for buffer in self._buffers if buffer.slot == WORK and buffer.first >= 0]
         placed: list[_Buffer] = []
         for buffer in sorted(used, key=lambda buffer: buffer.first):
             placed = [other for other in placed if other.last >= buffer.first]
             for other in sorted(placed, key=lambda other: other.offset):  # the first gap that is wide enough
-                if buffer.offset + buffer.tensor.nbytes <= other.offset:
+                if buffer.offset + buffer.size <= other.offset:
                     break
-                buffer.offset = max(buffer.offset, other.offset + _aligned(other.tensor.nbytes))
+                buffer.offset = max(buffer.offset, other.offset + _aligned(other.size))
             placed.append(buffer)
         return kept
 
-    def _pointer(self, address: int, kernel: Kernel) -> tuple[int, int]:
-        """Slot and offset of an address."""
+    def _pointer(self, address: int, kernel: Kernel) -> tuple[int, int, int]:
+        """Slot of an address, offset from there, and what the rows of the pass are multiplied with."""
         if address == 0:
-            return ZERO, 0
+            return ZERO, 0, 0
         buffer = self._buffer_at(address)
         if buffer is not None:
-            return buffer.slot, buffer.offset + address - buffer.tensor.data_ptr()
+            placed = buffer.first_run or buffer
+            return placed.slot, address - buffer.tensor.data_ptr(), placed.offset
         i = bisect.bisect_right(self._known_starts, address) - 1
         if i >= 0:
             start = self._known_starts[i]
             end, slot, _ = self._known[start]
             if address < end:
-                return (ZERO, address) if slot == ZERO else (slot, address - start)
+                return (ZERO, address, 0) if slot == ZERO else (slot, address - start, 0)
         raise NotRecordable(f"{kernel.name} reads memory that is neither an output of an op, nor a weight, nor a cache")
 
-    def _compiled(self, steps: Sequence[_Step], first_slot: int = 0) -> Program:
-        """``first_slot`` is subtracted from the slots of caches."""
-        flat: list[int] = []  # caller, function, first argument, arguments
-        arguments: list[tuple[int, int]] = []
+    def _compiled(self, steps: Sequence[_Step]) -> Program:
+        flat: list[int] = []  # caller, function, first argument, arguments, whether it runs once per sequence
+        arguments: list[tuple[int, ...]] = []
         for step in steps:
             kernel = step.kernel
-            values: list[tuple[int, int]] = []
-            tables: list[tuple[int, list[tuple[int, int]]]] = []
-            for kind, argument in zip(kernel.signature, step.arguments, strict=True):
-                if isinstance(argument, Slot):
-                    values.append((argument.slot, 0))
-                elif kind == "f":
-                    values.append((ZERO, struct.unpack("<i", struct.pack("<f", argument))[0]))
-                elif kind == "i":
-                    values.append((ZERO, int(argument)))
-                elif argument is None or isinstance(argument, int):
-                    values.append(self._pointer(argument or 0, kernel))
-                elif _is_pointers(argument):
-                    tables.append((len(values), [self._pointer(address or 0, kernel) for address in argument]))
-                    values.append((ZERO, 0))
-                else:  # an array of sizes or strides, the same in every pass
-                    values.append((ZERO, ctypes.addressof(argument)))
+            values: list[tuple[int, ...]] = []
+            tables: list[tuple[int, list[tuple[int, ...]]]] = []
+            runs = [*step.samples, *([] if step.longer is None else [step.longer])]
+            for kind, samples in zip(kernel.signature, zip(*runs, strict=True), strict=True):
+                if _is_pointers(samples[0]):
+                    entries = zip(*samples, strict=True)
+                    tables.append((len(values), [self._fitted("p", entry, step) for entry in entries]))
+                    values.append((ZERO, 0, 0, 0, 0))
+                else:
+                    values.append(self._fitted(kind, samples, step))
             first = len(arguments)
             behind = first + len(values)
-            for at, entries in tables:
-                values[at] = (_TABLE, _ENTRIES * behind + len(entries))
-                behind += len(entries)
+            for at, entries_of in tables:
+                values[at] = (_TABLE, _ENTRIES * behind + len(entries_of), 0, 0, 0)
+                behind += len(entries_of)
             arguments += values
-            for _, entries in tables:
-                arguments += entries
-            flat += [self._runner.caller(kernel), kernel.address, first, len(kernel.signature)]
+            for _, entries_of in tables:
+                arguments += entries_of
+            flat += [self._runner.caller(kernel), kernel.address, first, len(kernel.signature), step.each]
         return Program(
             names=[step.kernel.name for step in steps],
             steps=(ctypes.c_int64 * len(flat))(*flat),
-            arguments=(ctypes.c_int64 * (2 * len(arguments)))(
-                *[n for slot, value in arguments for n in (slot - first_slot * (slot >= _FIRST_CACHE), value)]
-            ),
+            arguments=(ctypes.c_int64 * (5 * len(arguments)))(*itertools.chain.from_iterable(arguments)),
         )
+
+    def _fitted(self, kind: str, samples: Sequence[Any], step: _Step) -> tuple[int, int, int, int, int]:
+        """An argument for kernels/tape.cpp, from what it is for each choice of rows, and in a longer pass.
+
+        A slot, a constant, and what each row of the pass, each before the sequence's and each of its own adds.
+        """
+        slot, start, by_rows = self._value(kind, samples[0], step.kernel)
+        if len(samples) == 1:
+            return slot, start, by_rows, 0, 0
+        others = [self._value(kind, sample, step.kernel) for sample in samples[1:]]
+        values = [value for _, value, _ in others]
+        more = 0 if step.longer is None else values.pop() - start  # of a pass with one row more
+        later, longer = (*[value - start for value in values], *[0] * (2 - len(values)))
+        known = all(other[0] == slot and other[2] == by_rows for other in others)
+        if not known or (longer or more if kind == "p" else later):
+            raise NotRecordable(f"{step.kernel.name} depends on its rows in a way that cannot be recorded")
+        return slot, start - self._choices[0].stop * longer - self._runs[0] * more, by_rows + more, later, longer
+
+    def _value(self, kind: str, argument: Any, kernel: Kernel) -> tuple[int, int, int]:
+        """Slot and constant of an argument, and what the rows of the pass are multiplied with."""
+        if isinstance(argument, Slot):
+            return argument.slot, 0, 0
+        if kind == "f":
+            return ZERO, struct.unpack("<i", struct.pack("<f", argument))[0], 0
+        if kind == "i":
+            return ZERO, int(argument), 0
+        if argument is None or isinstance(argument, int):
+            return self._pointer(argument or 0, kernel)
+        return ZERO, ctypes.addressof(argument), 0  # an array of sizes or strides, the same in every pass
 
 
 _ARGMAX = Choosing((), Context([]))
+
+
+def _slots_of(caches: Sequence[Any]) -> Iterable[tuple[int, Any]]:
+    """The caches of a sequence with their first slots."""
+    return zip(itertools.count(_FIRST_CACHE, _PER_CACHE), caches, strict=False)
 
 
 def _memory(cache: Any) -> tuple[Tensor, ...]:
@@ -473,29 +594,21 @@ class Program:
         return ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments)
 
 
-@attrs.frozen(eq=False)
-class Commit:
-    """What a commit runs after a recorded pass of ``rows`` rows of its sequence."""
-
-    rows: int
-    replay: Program  # recomputes recurrent states for fewer rows
-    windows: Program  # updates convolution windows to the kept rows
-
-
 @attrs.frozen(eq=False, kw_only=True)
 class Recording:
-    """The recorded pass for one number of rows of each sequence."""
+    """The recorded pass of a sequence for one number of rows, or that of several, and what a commit runs after it."""
 
     run: Program
-    commits: Sequence[Commit]  # of each sequence
-    out_shape: tuple[int, ...]
-    work_bytes: int
+    replay: Program  # recomputes recurrent states for fewer rows
+    windows: Program  # updates convolution windows to the kept rows
+    width: int  # of the result
+    work_bytes: int  # these two for every row of the pass, if it is one over several sequences
     kept_bytes: int
     alive: Any  # owners of memory that the programs point to
 
 
 class RecordedPasses:
-    """Passes of one body, with a recording for the numbers of rows that were run."""
+    """Passes of one body, with a recording for each number of rows that was run, and one of several sequences."""
 
     eager_reason = ""
 
@@ -504,47 +617,34 @@ class RecordedPasses:
         self.runner = runner
         self.body = body
         self.hidden_size = hidden_size
-        self.recordings: dict[tuple[int, ...], Recording | None] = {}  # by rows of each sequence; None: run eagerly
-        self._seen: Counter[tuple[int, ...]] = Counter()  # rows of batches that ran op by op
+        self._recordings: dict[int | None, Recording | None] = {}  # by rows, None: several sequences; None: run eagerly
         self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
         self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
 
-    def recorded(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording:
-        """Record a pass over sequences with these ``rows`` and caches. Raises: NotRecordable with the reason."""
-        tape = Tape(self.ops, self.runner, sequences, rows, self.hidden_size)
-        tokens = RecordedTokens(sum(rows))
+    def record(self, rows: int | None, caches: Sequence[Cache]) -> Recording:
+        """Record a pass over caches like these, with None over several sequences. Raises: NotRecordable."""
+        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
         try:
-            return tape.record(lambda tape: tape.finish(self.body(tape.caches, tokens, tape.hidden)))
+            self._recordings[rows] = recording = tape.record(lambda tape: tape.recording_of(self.body))
         except NotRecordable:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
+        return recording
 
-    def add(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
-        """As ``recorded``, to be found in ``recordings``; None, with a warning, if it cannot be recorded."""
-        try:
-            self.recordings[rows] = self.recorded(rows, sequences)
-        except NotRecordable as refusal:  # although passes of other lengths could be
-            log.warning("passes_run_eagerly", rows=list(rows), reason=str(refusal))
-            self.recordings[rows] = None
-        return self.recordings[rows]
-
-    def of_batch(self, rows: tuple[int, ...], sequences: Sequence[Sequence[Cache]]) -> Recording | None:
-        """The recording of a pass over several sequences, made once such passes have come often; None before."""
-        if rows in self.recordings:
-            self.recordings[rows] = recording = self.recordings.pop(rows)  # the last one used is the last in order
-            return recording
-        self._seen[rows] += 1
-        if self._seen[rows] < OFTEN:
-            return None
-        self._seen.clear()
-        batches = [key for key in self.recordings if len(key) > 1]
-        if len(batches) == MOST_BATCHES:
-            del self.recordings[batches[0]]
-        return self.add(rows, sequences)
+    def of(self, rows: int | None, caches: Sequence[Cache]) -> Recording | None:
+        """The recording of a pass, made when it is first needed; None, with a warning, if it cannot be recorded."""
+        if rows not in self._recordings:
+            with self.ops.lock.held:
+                try:
+                    self.record(rows, caches)
+                except NotRecordable as refusal:  # although passes of other lengths could be
+                    log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
+                    self._recordings[rows] = None
+        return self._recordings[rows]
 
     def chain(self, rows: int, parts: int, caches: Sequence[Cache], *, choice: bool) -> tuple[Any, int] | None:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
@@ -553,12 +653,11 @@ class RecordedPasses:
         """
         key = rows, parts, choice
         if key not in self._chains:
-            needed = (rows,), (1,)
-            first, one = (self.recordings[n] if n in self.recordings else self.add(n, [caches]) for n in needed)
+            first, one = self.of(rows, caches), self.of(1, caches)
             chain = None
             if first is not None and one is not None and not first.kept_bytes and not one.kept_bytes:
                 if (best := self.best.get((parts, choice))) is None:
-                    tape = Tape(self.ops, self.runner, [], [1], 0)
+                    tape = Tape(self.ops, self.runner, [], 1, 0)
                     best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
                     self.best[parts, choice] = best
                 numbers = [*first.run.addresses(), *one.run.addresses(), *best.addresses()]
@@ -579,8 +678,7 @@ class RecordedPass(Pass):
         self._slots = (ctypes.c_int64 * (_FIRST_CACHE + _PER_CACHE * len(caches)))()
         self._growing: list[tuple[int, Any]] = []  # first slot, cache
         self._recurrent: list[tuple[int, Any, Any, int, int]] = []  # also one of its two matrices, addresses of both
-        for i, cache in enumerate(self._caches):
-            slot = _FIRST_CACHE + _PER_CACHE * i
+        for slot, cache in _slots_of(caches):
             for at, tensor in enumerate(_memory(cache), start=slot + 1):
                 self._slots[at] = tensor.data_ptr()
             if isinstance(cache, CpuDeltaCache):
@@ -589,67 +687,71 @@ class RecordedPass(Pass):
             else:
                 self._growing.append((slot, cache))
         self._kept: Tensor | None = None
-        self._last: tuple[Commit, Tensor | None] | None = None  # of the last run, and what it kept; None if eager
+        self._last: tuple[Recording, Tensor | None] | None = None  # of the last run, and what it kept; None if eager
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
-        rows, passes, ops = len(tokens), self._passes, self._ops
-        recording = passes.recordings.get((rows,))
-        if recording is None and rows <= ops.capabilities.max_rows and (rows,) not in passes.recordings:
-            with ops.lock.held:
-                recording = passes.add((rows,), [self._caches])
+        rows, passes = len(tokens), self._passes
+        recording = passes.of(rows, self._caches) if rows <= self._ops.capabilities.max_rows else None
         self._last = None
         if recording is None:
             return self._eager.run(tokens, hidden)
-        self._fill(rows)
-        if passes.hidden_size:
-            hidden = self._checked(hidden, rows)
-            self._slots[HIDDEN] = hidden.data_ptr()
+        self._fill(0, rows, 1)
         if recording.kept_bytes and (self._kept is None or self._kept.nbytes < recording.kept_bytes):
             self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
-        out = self._replay(recording, self._slots, tokens, self._kept)
-        self._last = recording.commits[0], self._kept
+        out = self._replay(recording, self._slots, tokens, hidden, self._kept)
+        self._last = recording, self._kept
         return out
 
-    def run_batch(self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]]) -> Array:
-        passes, bound, rows = self._passes, [self, *others], tuple(map(len, tokens))
-        with self._ops.lock.held:
-            recording = passes.of_batch(rows, [one._caches for one in bound])
+    def run_batch(
+        self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]], hidden: Array | None = None
+    ) -> Array:
+        bound, joined = [self, *others], [token for own in tokens for token in own]
+        recording = self._passes.of(None, self._caches)
         for one in bound:
             one._last = None
         if recording is None:
-            return self._eager.run_batch([one._eager for one in others], tokens)
-        own = _PER_CACHE * len(self._caches)
-        slots = (ctypes.c_int64 * (_FIRST_CACHE + own * len(bound)))()
-        for number, (one, count) in enumerate(zip(bound, rows, strict=True)):
-            one._fill(count)
-            to = ctypes.addressof(slots) + _INTEGER * (_FIRST_CACHE + number * own)
-            ctypes.memmove(to, ctypes.addressof(one._slots) + _INTEGER * _FIRST_CACHE, _INTEGER * own)
-        kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU) if recording.kept_bytes else None
-        out = self._replay(recording, slots, [token for each in tokens for token in each], kept)
-        for one, commit in zip(bound, recording.commits, strict=True):
-            one._last = commit, kept
+            return self._eager.run_batch([one._eager for one in others], tokens, hidden)
+        width, first = len(self._slots) - FIRST_ROW, 0
+        slots = (ctypes.c_int64 * (FIRST_ROW + width * len(bound)))()
+        slots[SEQUENCES], slots[WIDTH], slots[ALL_ROWS] = len(bound), width, len(joined)
+        for number, (one, own) in enumerate(zip(bound, tokens, strict=True)):
+            one._fill(first, len(own), len(joined))
+            first += len(own)
+            to = ctypes.addressof(slots) + _INTEGER * (FIRST_ROW + number * width)
+            ctypes.memmove(to, ctypes.addressof(one._slots) + _INTEGER * FIRST_ROW, _INTEGER * width)
+        size = len(joined) * recording.kept_bytes
+        kept = torch.empty(size, dtype=torch.uint8, device=CPU) if size else None
+        out = self._replay(recording, slots, joined, hidden, kept)
+        for one in bound:
+            one._last = recording, kept
         return out
 
-    def _fill(self, rows: int) -> None:
-        """Fill the slots of the caches for a pass of ``rows`` rows. Raises: StateError if a cache is full."""
+    def _fill(self, first: int, rows: int, scale: int) -> None:
+        """Fill the sequence's slots for ``rows`` rows from ``first`` on. Raises: StateError if a cache is full."""
         slots = self._slots
+        slots[ALL_ROWS], slots[FIRST_ROW], slots[OWN_ROWS] = scale, first, rows
         for slot, cache in self._growing:
             slots[slot], _ = cache.reserve(rows)
         for slot, cache, matrix, at, other in self._recurrent:
             slots[slot] = cache.length
             slots[slot + 1], slots[slot + 2] = (at, other) if cache.state is matrix else (other, at)
 
-    def _replay(self, recording: Recording, slots: Any, tokens: Sequence[int], kept: Tensor | None) -> Tensor:
-        """Run a recorded pass, once the slots of its caches are filled."""
+    def _replay(
+        self, recording: Recording, slots: Any, tokens: Sequence[int], hidden: Array | None, kept: Tensor | None
+    ) -> Tensor:
+        """Run a recorded pass, once the slots of its sequences are filled."""
         ops = self._ops
+        if self._passes.hidden_size:
+            hidden = self._checked(hidden, len(tokens))
+            slots[HIDDEN] = hidden.data_ptr()
         ids = (ctypes.c_int64 * len(tokens))(*tokens)
-        out = torch.empty(recording.out_shape, dtype=ops.dtype, device=CPU)
+        out = torch.empty(len(tokens), recording.width, dtype=ops.dtype, device=CPU)
         slots[TOKENS] = ctypes.addressof(ids)
         slots[OUT] = out.data_ptr()
         slots[KEPT] = 0 if kept is None else kept.data_ptr()
         slots[THREADS] = ops.threads.count()
         with ops.lock.held:
-            slots[WORK] = ops.work(recording.work_bytes)
+            slots[WORK] = ops.work(slots[ALL_ROWS] * recording.work_bytes)
             failed = self._play(recording.run, slots)
         if failed >= 0:
             raise ContractError(f"step {failed} of a recorded pass failed: a token id outside the vocabulary")
@@ -686,7 +788,7 @@ class RecordedPass(Pass):
             programs, outputs = chain
             logits = outputs + _aligned(end * row_bytes)
             work = ops.work(logits + 4 * features)
-            slots[WORK] = work
+            slots[WORK], slots[ALL_ROWS] = work, 1
             slots[HIDDEN] = hidden.data_ptr()
             slots[TOKENS] = ctypes.addressof(ids)
             slots[OUT] = work + outputs
@@ -720,14 +822,14 @@ class RecordedPass(Pass):
         if self._last is None:
             self._eager.commit(rows)
             return
-        (commit, kept), self._last = self._last, None
+        (recording, kept), self._last = self._last, None
         if rows and kept is not None:
             slots = self._slots
             slots[ROWS], slots[KEPT] = rows, kept.data_ptr()
             slots[THREADS] = self._ops.threads.count()
-            if rows < commit.rows:
-                self._play(commit.replay, slots)
-            self._play(commit.windows, slots)
+            if rows < slots[OWN_ROWS]:
+                self._play(recording.replay, slots)
+            self._play(recording.windows, slots)
         for cache in self._caches:
             cache.advance(rows)
 
@@ -749,7 +851,7 @@ def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hi
     passes = RecordedPasses(ops, runner, body, hidden_size)
     try:
         for rows in TRIED_ROWS:
-            passes.recordings[rows,] = passes.recorded((rows,), [caches])
+            passes.record(rows, caches)
     except NotRecordable as refusal:
         return EagerPasses(body, str(refusal))
     return passes

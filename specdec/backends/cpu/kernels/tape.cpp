@@ -1,13 +1,17 @@
 // Replays recorded passes: sequences of kernel calls without Python in between (specdec/backends/cpu/tape.py).
 //
 // An argument is value + slots[slot]: a constant plus a slot that the caller fills before each pass (addresses of
-// caches and outputs, lengths). slots[0] is 0.
+// caches and outputs, lengths). slots[0] is 0. In a pass over several sequences each has slots of its own, and the steps
+// that read a cache run once per sequence; their arguments also depend on its first row and its number of rows.
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace specdec {
@@ -15,13 +19,17 @@ namespace specdec {
 constexpr int64_t MAX_ARGUMENTS = 24, MAX_TABLES = 4, MAX_ENTRIES = 16;
 constexpr int64_t TABLE = -1;  // as a slot: the argument is the address of an array of arguments
 // as in tape.py
-enum Slot { HIDDEN = 3, TOKENS = 4, OUT = 5, ROW = 8, BEST = 10, CHOICE = 11, FIRST_CACHE = 24, PER_CACHE = 4 };
+enum Slot {
+    HIDDEN = 3, TOKENS = 4, OUT = 5, THREADS = 6, ROW = 8, BEST = 10, CHOICE = 11,
+    SEQUENCES = 22, WIDTH = 23, ALL_ROWS = 24, FIRST_ROW = 25, OWN_ROWS = 26, FIRST_CACHE = 27, PER_CACHE = 4
+};
 
 constexpr int64_t CHOICE_FIRST = 19, CHOICE_POSITION = 20;  // fields of a Choice, as in choice.cpp
 
 struct Argument {
     int64_t slot;
     int64_t value;  // TABLE: 256 * first entry + entries
+    int64_t by_rows, per_row_before, per_row;  // added for each row of the pass, before the sequence's, of its own
 };
 
 using Caller = int64_t (*)(void* function, const int64_t* arguments);
@@ -29,6 +37,7 @@ using Caller = int64_t (*)(void* function, const int64_t* arguments);
 struct Step {
     int64_t caller, function;
     int64_t first, count;  // of its arguments
+    int64_t each;          // whether it runs once per sequence
 };
 
 // --- calls by signature: p pointer, i int64, f float ------------------------------------------------------------------
@@ -100,26 +109,61 @@ Caller caller_of(const char* signature, bool has_result) {
     return nullptr;
 }
 
-// Runs the steps in order. A step that returns a number >= 0 has failed: the run ends and gives its index; -1
-// otherwise.
-int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots) {
+// Runs a step, over the sequence whose slots come `at` slots after those of the first.
+INLINE int64_t run_step(const Step& step, const Argument* arguments, const int64_t* slots, int64_t at) {
     int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
-    const auto value = [&](const Argument& a) { return slots[a.slot] + a.value; };
-    for (int64_t s = 0; s < count; ++s) {
-        const Step& step = steps[s];
-        int64_t tables = 0;
-        for (int64_t i = 0; i < step.count; ++i) {
-            const Argument& a = arguments[step.first + i];
-            if (a.slot != TABLE) {
-                values[i] = value(a);
-                continue;
-            }
-            const Argument* entries = arguments + a.value / 256;
-            for (int64_t j = 0; j < a.value % 256; ++j) room[tables][j] = value(entries[j]);
-            values[i] = reinterpret_cast<int64_t>(room[tables++]);
+    const int64_t all = slots[ALL_ROWS], before = slots[FIRST_ROW + at], rows = slots[OWN_ROWS + at];
+    const auto value = [&](const Argument& a) {
+        return slots[a.slot < FIRST_ROW ? a.slot : a.slot + at] + a.value + all * a.by_rows +
+               before * a.per_row_before + rows * a.per_row;
+    };
+    int64_t tables = 0;
+    for (int64_t i = 0; i < step.count; ++i) {
+        const Argument& a = arguments[step.first + i];
+        if (a.slot != TABLE) {
+            values[i] = value(a);
+            continue;
         }
-        const int64_t result = reinterpret_cast<Caller>(step.caller)(reinterpret_cast<void*>(step.function), values);
-        if (result >= 0) return s;
+        const Argument* entries = arguments + a.value / 256;
+        for (int64_t j = 0; j < a.value % 256; ++j) room[tables][j] = value(entries[j]);
+        values[i] = reinterpret_cast<int64_t>(room[tables++]);
+    }
+    return reinterpret_cast<Caller>(step.caller)(reinterpret_cast<void*>(step.function), values);
+}
+
+// How many threads share the sequences: all, each with whole sequences, if that keeps them about equally busy; else
+// one, and the kernels share each sequence's work among all. The work of a row is taken to be the committed rows and a
+// constant.
+int threads_for_sequences(const int64_t* slots) {
+    constexpr int64_t CONSTANT = 512;
+    int64_t longest = 0, sum = 0;
+    for (int64_t i = 0; i < slots[SEQUENCES]; ++i) {
+        const int64_t* own = slots + i * slots[WIDTH];
+        const int64_t work = own[OWN_ROWS] * (own[FIRST_CACHE] + CONSTANT);
+        longest = std::max(longest, work);
+        sum += work;
+    }
+    const int64_t turns = (slots[SEQUENCES] + slots[THREADS] - 1) / slots[THREADS];
+    return 5 * turns * longest * slots[THREADS] <= 7 * sum ? (int)slots[THREADS] : 1;
+}
+
+// Runs the steps in order; those in a row that run once per sequence, sequence by sequence. A step that returns a
+// number >= 0 has failed: the run ends and gives its index; -1 otherwise.
+int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots) {
+    const int threads = slots[SEQUENCES] ? threads_for_sequences(slots) : 1;
+    for (int64_t s = 0; s < count; ++s) {
+        if (!steps[s].each) {
+            if (run_step(steps[s], arguments, slots, 0) >= 0) return s;
+            continue;
+        }
+        const int64_t first = s;
+        while (s + 1 < count && steps[s + 1].each) ++s;
+        std::atomic<int64_t> failed{-1};
+        for_blocks(threads, slots[SEQUENCES], [&](int64_t sequence) {
+            for (int64_t i = first; i <= s; ++i)
+                if (run_step(steps[i], arguments, slots, sequence * slots[WIDTH]) >= 0) return failed.store(i);
+        });
+        if (failed >= 0) return failed;
     }
     return -1;
 }
