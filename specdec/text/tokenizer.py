@@ -41,6 +41,7 @@ class Tokenizer:
         tokenizer_config, generation_config, config: the JSON files next to it, if they exist.
         chat_templates: by name; "default" is the usual one.
         folder: its folder, for messages.
+        vocab_size: if it is known.
 
     Attributes:
         vocab_size: one more than the largest token id.
@@ -58,6 +59,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         chat_templates: Mapping[str, ChatTemplate] | None = None,
         folder: Path | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         core.no_truncation()
         core.no_padding()
@@ -65,8 +67,9 @@ class Tokenizer:
         self._folder = folder
         self._chat_templates = dict(chat_templates or {})
         self._special_tokens = _special_tokens(tokenizer_config or {})
-        vocabulary: dict[str, int] = core.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if vocab_size is None:
+            vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
         self.special_ids = frozenset(i for i, token in core.get_added_tokens_decoder().items() if token.special)
         text = text_config(config or {})
         named = _ids(generation_config or {}, "eos_token_id", "generation_config.json")
@@ -123,13 +126,14 @@ class Tokenizer:
         from specdec.text.gguf import tokenizer_parts
 
         file = read_gguf(path)
-        core, special, templates = tokenizer_parts(file)
+        core, vocab_size, special, templates = tokenizer_parts(file)
         return cls(
             core,
             tokenizer_config=special,
             generation_config=generation_config(file),
             chat_templates=templates,
             folder=path,
+            vocab_size=vocab_size,
         )
 
     @checked(PromptError)
