@@ -44,6 +44,7 @@ from specdec.models.weights import DryRun, Weights, dry_run
 from specdec.records.store import weights_folder
 from specdec.registry import Kind, calling, registry
 from specdec.text import Tokenizer
+from specdec.text.tokenizer import check_named_tokens
 
 log = get_logger(__name__)
 
@@ -300,8 +301,9 @@ def checked_head(
         refused: why an unlisted head is not used.
         asked: ``target.mtp`` names the head.
 
-    Raises: CheckpointError if the head that was ``asked`` for cannot be used.
+    Raises: CheckpointError if the head that was ``asked`` for cannot be used, or an end token is not in the vocabulary.
     """
+    check_named_tokens(checkpoint, family.vocab_size)
     wanted = dry_run(spec, family, StoredWeights(checkpoint))
     found = check_weights(checkpoint, wanted.tensors)
     reason = wanted.headless

@@ -20,6 +20,7 @@ _PREFIX = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "▁"  # how SentencePiece writes a space
 _LONGEST_PIECE = 256  # characters; all ways to split one are tried
+_MOST_CHARACTERS = 2**24  # of all tokens; the largest known vocabulary has a tenth
 _BASES = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)  # odd, so that it has an inverse
 _TOP = np.uint64(40)  # the upper 24 bits of 64 are behind it
 _WORDS = (
@@ -156,8 +157,8 @@ def _sentencepiece(
     scores = file.metadata.get(f"{_PREFIX}scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}scores does not fit them")
-    if max(map(len, tokens)) > _LONGEST_PIECE:
-        raise _error(file, f"has a token of more than {_LONGEST_PIECE} characters")
+    if max(map(len, tokens)) > _LONGEST_PIECE or sum(map(len, tokens)) > _MOST_CHARACTERS:
+        raise _error(file, f"has a token of more than {_LONGEST_PIECE} characters, or {_MOST_CHARACTERS:,} in all")
     scores = scores.astype(np.float64)
     for index in np.flatnonzero(kinds == _USER_DEFINED).tolist():
         if not tokens[index].strip(" "):
@@ -181,8 +182,8 @@ def _sentencepiece(
 def _halves(tokens: list[str], ranked: np.ndarray) -> list[tuple[str, str]]:
     """All ways to join two tokens to one of ``ranked``, in its order, the shortest first half first.
 
-    Texts are compared by a polynomial of their characters modulo 2^64. Two that differ and are equal in it cannot be
-    constructed with so few characters (the shortest known, of Thue and Morse, has 1,024).
+    Texts are compared by a polynomial of their characters modulo 2^64. By chance no two agree in it; two that were
+    constructed to agree spoil the merges of their own file, or have it refused.
     """
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
     ends = np.cumsum(lengths)
@@ -192,7 +193,8 @@ def _halves(tokens: list[str], ranked: np.ndarray) -> list[tuple[str, str]]:
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(characters * power[:-1])])
 
     def keys(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        return (sums[end] - sums[begin]) * inverse[begin]
+        found: np.ndarray = (sums[end] - sums[begin]) * inverse[begin]
+        return found
 
     whole = keys(starts, ends)
     order = np.argsort(whole)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from specdec.checking import checked
-from specdec.checkpoints import read_json, text_config
+from specdec.checkpoints import Checkpoint, read_json, text_config
 from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
 from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
@@ -73,7 +73,6 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in core.get_added_tokens_decoder().items() if token.special)
         text = text_config(config or {})
         named = _ids(generation_config or {}, "eos_token_id", "generation_config.json")
-        self._eos_file = "generation_config.json" if named else "config.json"
         named = named or _ids(text, "eos_token_id", "config.json")
         own = self._id_of("eos_token")
         self.eos_ids = frozenset(named if own is None else (*named, own))
@@ -182,21 +181,11 @@ class Tokenizer:
             raise PromptError(f"the checkpoint's tokenizer failed: {error}", file=file) from error
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises: CheckpointError for more tokens than a model's vocabulary, or an eos or bos token outside it."""
+        """Raises: CheckpointError for more tokens than a model's vocabulary."""
         if self.vocab_size > vocab_size:
             raise CheckpointError(
                 f"tokenizer.json has {self.vocab_size} tokens, the model only {vocab_size}", folder=self._folder
             )
-        begin = [] if self.bos_id is None else [self.bos_id]
-        ids = (("eos_token_id", self._eos_file, self.eos_ids), ("bos_token_id", "config.json", begin))
-        for key, file, named in ids:
-            outside = [token for token in named if token >= vocab_size]
-            if outside:
-                raise CheckpointError(
-                    f"{file}: {key!r} names the token {shown(outside[0])}, and the vocabulary has the tokens 0 to "
-                    f"{vocab_size - 1}",
-                    folder=self._folder,
-                )
 
     @property
     def has_chat_template(self) -> bool:
@@ -296,6 +285,20 @@ def _ids(config: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
     if not all(type(i) is int and i >= 0 for i in ids):
         raise CheckpointError(f"{file}: {key!r} takes a token id or a list of them, got {shown(value)}")
     return tuple(ids)
+
+
+def check_named_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Raises: CheckpointError for an eos or bos token outside a model's vocabulary."""
+    generation, config = ("generation_config.json", checkpoint.generation_config), text_config(checkpoint.config)
+    ended = generation if _ids(generation[1], "eos_token_id", generation[0]) else ("config.json", config)
+    for key, (file, given) in {"eos_token_id": ended, "bos_token_id": ("config.json", config)}.items():
+        outside = [token for token in _ids(given, key, file) if token >= vocab_size]
+        if outside:
+            raise CheckpointError(
+                f"{file}: {key!r} names the token {shown(outside[0])}, and the vocabulary has the tokens 0 to "
+                f"{vocab_size - 1}",
+                folder=checkpoint.path,
+            )
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -570,6 +570,14 @@ def test_a_size_that_its_tensors_contradict_is_the_files_own(tmp_path: Path, key
     assert "config.json" not in str(caught.value)
 
 
+def test_advice_on_a_key_names_the_files_own(tmp_path: Path) -> None:
+    folder, key = tiny.WRITERS["qwen3_5"](tmp_path / "folder", mtp=1), "qwen35.nextn_predict_layers"
+    settings = {key: 2, "qwen35.block_count": 60, "qwen35.attention.recurrent_layers": None}
+    with pytest.raises(CheckpointError, match=f"^one.gguf: '{key}' is 2") as caught:
+        specdec.load(str(write_gguf(tmp_path / "one.gguf", folder, **settings)))
+    assert caught.value.facts["try"].startswith(f"a copy with '{key}' = 0")
+
+
 def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "folder")
     file = write_gguf(tmp_path / "one.gguf", folder)
