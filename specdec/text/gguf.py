@@ -165,7 +165,7 @@ def _sentencepiece(
             tokens[index], kinds[index] = _SPACE * len(tokens[index]), _NORMAL
             scores[index] = np.inf
     ranked = np.argsort(-scores, kind="stable")
-    pairs = _halves(tokens, ranked[kinds[ranked] == _NORMAL])
+    pairs = joins(tokens, ranked[kinds[ranked] == _NORMAL])
     core = _bpe(file, tokens, kinds, pairs, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
     spaces, text = (
         normalizers.Replace(" ", _SPACE),
@@ -179,7 +179,7 @@ def _sentencepiece(
     return core, True
 
 
-def _halves(tokens: list[str], ranked: np.ndarray) -> list[tuple[str, str]]:
+def joins(tokens: list[str], ranked: np.ndarray) -> list[tuple[str, str]]:
     """All ways to join two tokens to one of ``ranked``, in its order, the shortest first half first.
 
     Texts are compared by a polynomial of their characters modulo 2^64. By chance no two agree in it; two that were
