@@ -73,6 +73,8 @@ def _demo() -> Path:
 def check_folder(path: Path) -> Path:
     """Return ``path`` if it is a folder with a config.json or a GGUF file, or the only GGUF file in it.
 
+    A head that llama.cpp's converter wrote beside its model, ``mtp-NAME.gguf``, does not count.
+
     Raises: CheckpointError saying what it is instead.
     """
     if not os.path.exists(path):
@@ -85,6 +87,7 @@ def check_folder(path: Path) -> Path:
         )
     if not os.path.lexists(path / "config.json"):
         whole = [name for name in entries(path) if name.lower().endswith(".gguf") and not _LATER_PART.search(name)]
+        whole = [name for name in whole if not name.startswith("mtp-")] or whole
         if len(whole) == 1:
             return path / whole[0]
         files = sorted(name + "/" * os.path.isdir(path / name) for name in entries(path))

@@ -26,6 +26,10 @@ def naming_keys(path: Path) -> Iterator[None]:
         file = Path(error.facts.get("file", path))
         if file.name == "config.json" and file.parent != path:  # a real one, of an MTP head
             raise
-        if (message := with_gguf_keys(path, error.message)) != error.message:
-            error.message, error.args, error.facts = message, (message,), {"file": str(path)}
+        # other facts about config.json are advice for a folder
+        facts = {name: text for name, text in error.facts.items() if name != "file" and "config.json" not in text}
+        message, *texts = with_gguf_keys(path, "\0".join([error.message, *facts.values()])).split("\0")
+        if message != error.message:
+            error.message, error.args = message, (message,)
+            error.facts = {"file": str(path), **dict(zip(facts, texts, strict=True))}
         raise

@@ -289,7 +289,7 @@ class Fields:
         if layers > most:
             raise CheckpointError(
                 f"config.json: {key!r} is {layers}, and this family has at most {most}",
-                try_=f"a copy with {key} = 0, which loads the model without its head, and another drafter",
+                try_=f"a copy with {key!r} = 0, which loads the model without its head, and another drafter",
             )
         return layers
 

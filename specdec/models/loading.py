@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -43,6 +44,7 @@ from specdec.models.weights import DryRun, Weights, dry_run
 from specdec.records.store import weights_folder
 from specdec.registry import Kind, calling, registry
 from specdec.text import Tokenizer
+from specdec.text.tokenizer import check_named_tokens
 
 log = get_logger(__name__)
 
@@ -79,8 +81,21 @@ def load_target(config: RunConfig) -> LoadedTarget:
     folder = locate(asked.model, revision=asked.revision)
     if asked.backend != "auto":  # report a wrong name before the model_type, which the backend may read itself
         registry().backend(asked.backend, asked_by="target.backend")
-    with naming_keys(folder):
+    with naming_keys(folder), _no_collection():
         return _loaded(folder, asked, phase)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector, which would look through torch and a whole vocabulary for cycles, again and
+    again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> LoadedTarget:
@@ -286,8 +301,9 @@ def checked_head(
         refused: why an unlisted head is not used.
         asked: ``target.mtp`` names the head.
 
-    Raises: CheckpointError if the head that was ``asked`` for cannot be used.
+    Raises: CheckpointError if the head that was ``asked`` for cannot be used, or an end token is not in the vocabulary.
     """
+    check_named_tokens(checkpoint, family.vocab_size)
     wanted = dry_run(spec, family, StoredWeights(checkpoint))
     found = check_weights(checkpoint, wanted.tensors)
     reason = wanted.headless

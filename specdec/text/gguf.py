@@ -20,6 +20,9 @@ _PREFIX = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "▁"  # how SentencePiece writes a space
 _LONGEST_PIECE = 256  # characters; all ways to split one are tried
+_MOST_CHARACTERS = 2**24  # of all tokens; the largest known vocabulary has a tenth
+_BASES = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)  # odd, so that it has an inverse
+_TOP = np.uint64(40)  # the upper 24 bits of 64 are behind it
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?{letters}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -85,8 +88,9 @@ _RULES: Mapping[str, _Rules] = {
 }
 
 
-def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, ChatTemplate]]:
-    """The tokenizer, the texts of its special tokens by role ("bos_token", ...), and the chat templates by name.
+def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, int, dict[str, str], dict[str, ChatTemplate]]:
+    """The tokenizer, one more than its largest token id, the texts of its special tokens by role ("bos_token", ...),
+    and the chat templates by name.
 
     Raises: CheckpointError naming the key, for a kind of tokenizer that is not read too.
     """
@@ -106,8 +110,7 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
         core.add_tokens(
             [
                 AddedToken(tokens[index], special=wanted == _CONTROL, normalized=False)
-                for index, kind in enumerate(kinds)
-                if kind == wanted
+                for index in np.flatnonzero(kinds == wanted).tolist()
             ]
         )
     around = {}
@@ -120,11 +123,12 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
         ids = [(token, tokens.index(token)) for token in filter(None, around.values())]
         text = f"{around['bos']} $A {around['eos']}".strip()
         core.post_processor = processors.TemplateProcessing(text, special_tokens=ids)
-    return core, special, _chat_templates(file)
+    size = int(np.flatnonzero(kinds != _UNUSED).max(initial=-1)) + 1
+    return core, size, special, _chat_templates(file)
 
 
 def _byte_level(
-    file: GgufFile, tokens: list[str], kinds: list[int], special: Mapping[str, str]
+    file: GgufFile, tokens: list[str], kinds: np.ndarray, special: Mapping[str, str]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Byte-level BPE with the file's merges, and whether texts usually begin with the bos token."""
     name, merges = file.metadata.get(f"{_PREFIX}pre", "default"), file.metadata.get(f"{_PREFIX}merges")
@@ -143,7 +147,7 @@ def _byte_level(
 
 
 def _sentencepiece(
-    file: GgufFile, tokens: list[str], kinds: list[int], special: Mapping[str, str]
+    file: GgufFile, tokens: list[str], kinds: np.ndarray, special: Mapping[str, str]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """SentencePiece's BPE, and True: texts usually begin with the bos token.
 
@@ -153,22 +157,15 @@ def _sentencepiece(
     scores = file.metadata.get(f"{_PREFIX}scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}scores does not fit them")
-    if max(map(len, tokens)) > _LONGEST_PIECE:
-        raise _error(file, f"has a token of more than {_LONGEST_PIECE} characters")
+    if max(map(len, tokens)) > _LONGEST_PIECE or sum(map(len, tokens)) > _MOST_CHARACTERS:
+        raise _error(file, f"has a token of more than {_LONGEST_PIECE} characters, or {_MOST_CHARACTERS:,} in all")
     scores = scores.astype(np.float64)
-    for index, kind in enumerate(kinds):
-        if kind == _USER_DEFINED and not tokens[index].strip(" "):
+    for index in np.flatnonzero(kinds == _USER_DEFINED).tolist():
+        if not tokens[index].strip(" "):
             tokens[index], kinds[index] = _SPACE * len(tokens[index]), _NORMAL
             scores[index] = np.inf
-    known = frozenset(tokens)
-    pairs = [
-        (left, right)
-        for index in np.argsort(-scores, kind="stable").tolist()
-        if kinds[index] == _NORMAL
-        for token in (tokens[index],)
-        for end in range(1, len(token))
-        if (left := token[:end]) in known and (right := token[end:]) in known
-    ]
+    ranked = np.argsort(-scores, kind="stable")
+    pairs = joins(tokens, ranked[kinds[ranked] == _NORMAL])
     core = _bpe(file, tokens, kinds, pairs, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
     spaces, text = (
         normalizers.Replace(" ", _SPACE),
@@ -182,13 +179,44 @@ def _sentencepiece(
     return core, True
 
 
+def joins(tokens: list[str], ranked: np.ndarray) -> list[tuple[str, str]]:
+    """All ways to join two tokens to one of ``ranked``, in its order, the shortest first half first.
+
+    Texts are compared by a polynomial of their characters modulo 2^64. By chance no two agree in it; two that were
+    constructed to agree spoil the merges of their own file, or have it refused.
+    """
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    characters = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32) + np.uint64(1)
+    power, inverse = (np.cumprod(np.full(len(characters) + 1, base, np.uint64)) for base in _BASES)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(characters * power[:-1])])
+
+    def keys(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        found: np.ndarray = (sums[end] - sums[begin]) * inverse[begin]
+        return found
+
+    whole = keys(starts, ends)
+    order = np.argsort(whole)
+    whole, seen = whole[order], np.zeros(2**24, dtype=bool)
+    seen[whole >> _TOP] = True  # most texts are no tokens, and most of them are not here
+    ways = np.maximum(lengths[ranked] - 1, 0)
+    token = np.repeat(ranked, ways)
+    cuts = starts[token] + 1 + np.arange(len(token)) - np.repeat(np.cumsum(ways) - ways, ways)
+    halves = np.stack([keys(starts[token], cuts), keys(cuts, ends[token])])
+    halves = halves[:, seen[halves >> _TOP].all(0)]
+    at = np.searchsorted(whole, halves).clip(max=len(whole) - 1)
+    left, right = np.array(tokens, dtype=object)[order[at[:, (whole[at] == halves).all(0)]]].tolist()
+    return list(zip(left, right, strict=True))
+
+
 _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
 def _bpe(
-    file: GgufFile, tokens: list[str], kinds: list[int], merges: list[Any], **settings: Any
+    file: GgufFile, tokens: list[str], kinds: np.ndarray, merges: list[Any], **settings: Any
 ) -> tokenizers.Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != _UNUSED}
+    vocabulary = {tokens[index]: index for index in np.flatnonzero(kinds != _UNUSED).tolist()}
     try:
         return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **settings))
     except Exception as error:  # the library's own class
@@ -202,16 +230,16 @@ def _flag(file: GgufFile, key: str, usual: bool) -> bool:
     return value
 
 
-def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
+def _tokens(file: GgufFile) -> tuple[list[str], np.ndarray]:
     """The vocabulary and the kind of each token."""
     tokens, kinds = file.metadata.get(f"{_PREFIX}tokens"), file.metadata.get(f"{_PREFIX}token_type")
     if not isinstance(tokens, list) or not tokens:
         raise _error(file, f"lacks {_PREFIX}tokens")
     if kinds is None:
-        return tokens.copy(), [_NORMAL] * len(tokens)
-    if isinstance(kinds, list | int) or len(kinds) != len(tokens):
+        return tokens.copy(), np.full(len(tokens), _NORMAL)
+    if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
         raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}token_type does not fit them")
-    return tokens.copy(), kinds.tolist()
+    return tokens.copy(), kinds.copy()
 
 
 def _chat_templates(file: GgufFile) -> dict[str, ChatTemplate]:

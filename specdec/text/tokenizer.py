@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from specdec.checking import checked
-from specdec.checkpoints import read_json, text_config
+from specdec.checkpoints import Checkpoint, read_json, text_config
 from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
 from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
@@ -41,6 +41,7 @@ class Tokenizer:
         tokenizer_config, generation_config, config: the JSON files next to it, if they exist.
         chat_templates: by name; "default" is the usual one.
         folder: its folder, for messages.
+        vocab_size: if it is known.
 
     Attributes:
         vocab_size: one more than the largest token id.
@@ -58,6 +59,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         chat_templates: Mapping[str, ChatTemplate] | None = None,
         folder: Path | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         core.no_truncation()
         core.no_padding()
@@ -65,12 +67,12 @@ class Tokenizer:
         self._folder = folder
         self._chat_templates = dict(chat_templates or {})
         self._special_tokens = _special_tokens(tokenizer_config or {})
-        vocabulary: dict[str, int] = core.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if vocab_size is None:
+            vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
         self.special_ids = frozenset(i for i, token in core.get_added_tokens_decoder().items() if token.special)
         text = text_config(config or {})
         named = _ids(generation_config or {}, "eos_token_id", "generation_config.json")
-        self._eos_file = "generation_config.json" if named else "config.json"
         named = named or _ids(text, "eos_token_id", "config.json")
         own = self._id_of("eos_token")
         self.eos_ids = frozenset(named if own is None else (*named, own))
@@ -123,13 +125,14 @@ class Tokenizer:
         from specdec.text.gguf import tokenizer_parts
 
         file = read_gguf(path)
-        core, special, templates = tokenizer_parts(file)
+        core, vocab_size, special, templates = tokenizer_parts(file)
         return cls(
             core,
             tokenizer_config=special,
             generation_config=generation_config(file),
             chat_templates=templates,
             folder=path,
+            vocab_size=vocab_size,
         )
 
     @checked(PromptError)
@@ -178,21 +181,11 @@ class Tokenizer:
             raise PromptError(f"the checkpoint's tokenizer failed: {error}", file=file) from error
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises: CheckpointError for more tokens than a model's vocabulary, or an eos or bos token outside it."""
+        """Raises: CheckpointError for more tokens than a model's vocabulary."""
         if self.vocab_size > vocab_size:
             raise CheckpointError(
                 f"tokenizer.json has {self.vocab_size} tokens, the model only {vocab_size}", folder=self._folder
             )
-        begin = [] if self.bos_id is None else [self.bos_id]
-        ids = (("eos_token_id", self._eos_file, self.eos_ids), ("bos_token_id", "config.json", begin))
-        for key, file, named in ids:
-            outside = [token for token in named if token >= vocab_size]
-            if outside:
-                raise CheckpointError(
-                    f"{file}: {key!r} names the token {shown(outside[0])}, and the vocabulary has the tokens 0 to "
-                    f"{vocab_size - 1}",
-                    folder=self._folder,
-                )
 
     @property
     def has_chat_template(self) -> bool:
@@ -292,6 +285,20 @@ def _ids(config: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
     if not all(type(i) is int and i >= 0 for i in ids):
         raise CheckpointError(f"{file}: {key!r} takes a token id or a list of them, got {shown(value)}")
     return tuple(ids)
+
+
+def check_named_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Raises: CheckpointError for an eos or bos token outside a model's vocabulary."""
+    generation, config = ("generation_config.json", checkpoint.generation_config), text_config(checkpoint.config)
+    ended = generation if _ids(generation[1], "eos_token_id", generation[0]) else ("config.json", config)
+    for key, (file, given) in {"eos_token_id": ended, "bos_token_id": ("config.json", config)}.items():
+        outside = [token for token in _ids(given, key, file) if token >= vocab_size]
+        if outside:
+            raise CheckpointError(
+                f"{file}: {key!r} names the token {shown(outside[0])}, and the vocabulary has the tokens 0 to "
+                f"{vocab_size - 1}",
+                folder=checkpoint.path,
+            )
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

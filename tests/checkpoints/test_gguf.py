@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import random
 import re
 import struct
 import weakref
@@ -30,7 +31,7 @@ from specdec.config import RunConfig, TargetConfig
 from specdec.contract import Logits, Needs
 from specdec.errors import CheckpointError
 from specdec.text import Tokenizer
-from specdec.text.gguf import tokenizer_parts
+from specdec.text.gguf import joins, tokenizer_parts
 from tests import tiny
 from tests.checkpoints.gguf_files import copied, random_blocks, saved, write_gguf
 from tests.selection import cases
@@ -555,6 +556,13 @@ def test_a_key_that_is_refused_is_named(tmp_path: Path, key: str, value: object)
         assert key.removesuffix(".factor") in str(caught.value) or value == "adapter"
 
 
+@given(st.lists(st.text("ab\0é😀", max_size=6), min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_the_joins_of_a_vocabulary_are_all_that_there_are(tokens: list[str], order: random.Random) -> None:
+    ranked, known = order.sample(range(len(tokens)), len(tokens)), set(tokens)
+    ways = [(tokens[at][:end], tokens[at][end:]) for at in ranked for end in range(1, len(tokens[at]))]
+    assert joins(tokens, np.array(ranked)) == [way for way in ways if known.issuperset(way)]
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -568,6 +576,14 @@ def test_a_size_that_its_tensors_contradict_is_the_files_own(tmp_path: Path, key
         specdec.load(str(file))
     assert caught.value.facts["file"] == str(file)
     assert "config.json" not in str(caught.value)
+
+
+def test_advice_on_a_key_names_the_files_own(tmp_path: Path) -> None:
+    folder, key = tiny.WRITERS["qwen3_5"](tmp_path / "folder", mtp=1), "qwen35.nextn_predict_layers"
+    settings = {key: 2, "qwen35.block_count": 60, "qwen35.attention.recurrent_layers": None}
+    with pytest.raises(CheckpointError, match=f"^one.gguf: '{key}' is 2") as caught:
+        specdec.load(str(write_gguf(tmp_path / "one.gguf", folder, **settings)))
+    assert caught.value.facts["try"].startswith(f"a copy with '{key}' = 0")
 
 
 def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None:

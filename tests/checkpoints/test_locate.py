@@ -61,6 +61,8 @@ def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path):
     folder = folder_of(tmp_path / "m", "x-00001-of-00002.gguf", "x-00002-of-00002.gguf")
     first = folder / "x-00001-of-00002.gguf"
     assert locate(str(first)) == locate(str(folder)) == first
+    (folder / "mtp-x.gguf").touch()  # a head of the model
+    assert locate(str(folder)) == first
     (folder / "other.gguf").touch()
     assert "name one of the GGUF files" in refusal(str(folder)).facts["try"]
     assert "there is no file" in refusal(str(folder / "others.gguf")).message

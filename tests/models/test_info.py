@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.cli import main
+from specdec.errors import CheckpointError
 from tests import tiny
 from tests.models.test_public_configs import PUBLISHED
 
@@ -68,6 +69,14 @@ def test_the_command_shows_formats_and_findings(tmp_path):
         assert part in text
     told = json.loads(CliRunner().invoke(main, ["info", str(folder), "--json"]).stdout)
     assert len(told["unused"]) == 30
+
+
+@pytest.mark.parametrize("read", [specdec.load, specdec.inspect_checkpoint])
+def test_an_end_token_outside_the_vocabulary_is_refused(tmp_path, read):
+    folder = tiny.write_qwen3_5(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 100000}')
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: 'eos_token_id' names the token 100000"):
+        read(str(folder))
 
 
 def test_the_command_names_the_plugin_for_a_foreign_checkpoint(tmp_path):

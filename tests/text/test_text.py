@@ -9,10 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from specdec.checkpoints import Checkpoint
 from specdec.errors import CheckpointError, PromptError
 from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer, rendering
 from specdec.text.chat_template import SOURCE_LIMIT
-from specdec.text.tokenizer import MOST_GROWTH, check_parts, limited
+from specdec.text.tokenizer import MOST_GROWTH, check_named_tokens, check_parts, limited
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -227,7 +228,9 @@ def test_where_end_and_beginning_are_declared(tmp_path, files, eos, bos):
 )
 def test_ids_outside_the_vocabulary_are_refused(tmp_path, file, key, value, told):
     with pytest.raises(CheckpointError, match=rf"^{file}\.json: '{key}' {told}"):
-        Tokenizer.from_folder(folder_with(tmp_path, **{file: {key: value}})).check_fits(400)
+        check_named_tokens(
+            Checkpoint(tmp_path, **{"config": {}, "generation_config": {}, file: {key: value}}, tensors={}), 400
+        )
 
 
 @pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "qwen.tiktoken"])

@@ -54,7 +54,7 @@ class GgufTensor(StoredTensor):
 
     def open(self) -> torch.Tensor:
         """All bytes of the file, mapped and private."""
-        return mapped(self.file)
+        return torch.frombuffer(mapped(self.file), dtype=torch.uint8)
 
     def read(self, file: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor as stored, a view of the map unless it has a ``change``."""
@@ -82,16 +82,15 @@ class GgufTensor(StoredTensor):
         return whole.reshape(math.prod(self.shape[:axes]), *self.shape[axes:])[start:stop].clone()
 
 
-def mapped(path: Path) -> torch.Tensor:
-    """The bytes of a file, uint8; writes to them do not reach it. Raises: CheckpointError if it cannot be read."""
+def mapped(path: Path) -> mmap.mmap:
+    """The bytes of a file; writes to them do not reach it. Raises: CheckpointError if it cannot be read."""
     try:
         with open_file(path) as stream:
-            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}", file=path) from error
     except ValueError as error:
         raise CheckpointError(f"{path.name} is empty", file=path, try_="download it again") from error
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @attrs.frozen
@@ -144,7 +143,7 @@ class _Parser:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bytes = memoryview(mapped(path).numpy().data)
+        self.bytes = mapped(path)
         self.size = len(self.bytes)
         self.at = 0
 
@@ -175,8 +174,8 @@ class _Parser:
         return metadata, found
 
     def _check_version(self) -> None:
-        if bytes(self.bytes[:4]) != MAGIC:
-            raise self._error(f"is not a GGUF file (it starts with {bytes(self.bytes[:4]).hex(' ')})")
+        if self.bytes[:4] != MAGIC:
+            raise self._error(f"is not a GGUF file (it starts with {self.bytes[:4].hex(' ')})")
         self.at = 4
         version = self._scalar("<I")
         if version in _VERSIONS:
@@ -278,17 +277,15 @@ class _Parser:
 
     def _strings(self, count: int) -> list[str]:
         """As ``_string``, for hundreds of thousands: a vocabulary."""
-        content, at, end, length_at = self.bytes, self.at, self.size, struct.Struct("<Q").unpack_from
+        content, at, end, number = self.bytes, self.at, self.size, int.from_bytes
         found = []
         try:
             for _ in range(count):
                 begin = at + 8
-                at = begin + length_at(content, at)[0]
+                at = begin + number(content[at:begin], "little")
                 if at > end:
                     raise self._error("ends inside its header", try_="download it again")
-                found.append(str(content[begin:at], "utf-8"))
-        except struct.error as error:
-            raise self._error("ends inside its header", try_="download it again") from error
+                found.append(content[begin:at].decode())
         except UnicodeDecodeError as error:
             raise self._error(f"has text that is not UTF-8, at byte {begin}") from error
         self.at = at
