@@ -25,7 +25,7 @@ if [ ! -d "$folder/packages" ]; then
         --platform any \
         torch==2.10.0 numpy safetensors tokenizers huggingface-hub jinja2 markupsafe pluggy psutil attrs structlog \
         click rich typing_extensions hypothesis pytest sortedcontainers iniconfig packaging pygments filelock \
-        sympy mpmath networkx fsspec tqdm pyyaml requests markdown-it-py mdurl
+        sympy mpmath networkx fsspec tqdm pyyaml requests markdown-it-py mdurl gguf
     for wheel in "$folder"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$folder/packages"; done
     # that torch does not say what the processor has; the one that is emulated has everything
     cat > "$folder/packages/sitecustomize.py" <<'PYTHON'
