@@ -1,4 +1,4 @@
-"""The MTP drafter against an oracle that keeps no state: float64, from the equations alone (``models/mtp_oracle.py``).
+"""The MTP drafter against an oracle that keeps no state: transformers' layers (``models/mtp_oracle.py``).
 
 Wrong drafts never show in the output (verification repairs them), only in the acceptance of trained weights. So each
 draft is compared here, token by token, after prefill and over cycles of any accept counts, chunkings and rewinds. The
@@ -21,7 +21,7 @@ from tests.models.mtp_oracle import MtpOracle
 from tests.selection import cases
 
 MTP = Needs(mtp=True)
-LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
+LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 through trunk, head and chain
 SHAPES = [
     "r1-gqa4-tied",
     "r3-gqa3-untied",
@@ -145,7 +145,7 @@ def test_drafts_after_prefill(shape, kernels, make_target, oracle, record_proper
             run = Run(target)
             run.prefill(prompt_of(length))
             worst = max(worst, check(run, oracle(shape), depth))
-    record(record_property, "qwen3_5", "MTP drafts", "a float64 oracle in numpy", shape, worst)
+    record(record_property, "qwen3_5", "MTP drafts", "transformers' layers", shape, worst)
 
 
 steps = st.one_of(

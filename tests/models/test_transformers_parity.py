@@ -13,9 +13,9 @@ import torch
 from specdec.contract import Needs
 from tests import tiny
 from tests.comparisons import record
-from tests.tiny_families import SHAPES, TRANSFORMERS
+from tests.models.mtp_oracle import CLASSES
+from tests.tiny_families import SHAPES
 
-CLASSES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM", **TRANSFORMERS}
 FAMILIES = {"qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES, **SHAPES}
 TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no multiple of anything
 FLOAT32_BOUND = 1e-4
