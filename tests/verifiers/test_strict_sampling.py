@@ -55,19 +55,16 @@ def check_independence(prompt, depths, sampling, memory, wrong, count=14):
     assert not stats.inactive_reason
 
 
-@examples(300)
-@given(
-    prompt=strategies.tokens(VOCAB, min_size=1),
-    depths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    sampling=strategies.samplings(VOCAB),
-    memory=st.sampled_from(Memory),
-    wrong=st.lists(st.integers(0, 2), min_size=1, max_size=5),
-    grammar=st.booleans(),
-)
-def test_drafter_depth_and_cycle_boundaries_cannot_change_the_output(prompt, depths, sampling, memory, wrong, grammar):
-    if grammar:
-        sampling = attrs.evolve(sampling, processors=(EveryOther(),), banned=(), end_tokens=())
-    check_independence(prompt, depths, sampling, memory, wrong)
+def test_draft_tokens_that_a_processor_forbids_are_cut_and_counted():
+    drafted = []
+
+    def script(history, number):
+        drafted.append(number)
+        return 1
+
+    sampling, model = Sampling(processors=(EveryOther(),)), MODELS[Memory.ATTENTION]
+    _, stats = run_engine(model, StrictVerifier(), lambda env: ScriptedDrafter(script), [2], 12, [3], sampling)
+    assert 0 < sum(stats.offered) == len(drafted) - stats.forbidden < len(drafted)
 
 
 def check_rows_have_their_own_history(case):
@@ -179,6 +176,19 @@ def test_the_gumbel_race_has_the_law_of_the_softmax():
         minlength=4,
     )
     assert goodness_of_fit(wins, law).passes(1e-4)
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_keeps_its_tail():
+    """V = 248 320, Zipf: sums in float32 lose the tail, and with it the law of the rare tokens."""
+    weights = 1.0 / np.arange(1, 248_321)
+    logits, edges = TableLogits(np.log(weights).astype(np.float32)[None]), np.array([1, 3, 10, 30, 100, 1_000, 10_000])
+    counts = np.zeros(len(edges) + 1, np.int64)
+    for seed in range(300):
+        context = Context([1], Sampling(temperature=1.0, seed=seed), generated_from=1)
+        counts[np.searchsorted(edges, StrictVerifier().verify(Draft(), logits, context).next_token, side="right")] += 1
+    law = weights / weights.sum()
+    assert goodness_of_fit(counts, [part.sum() for part in np.split(law, edges)]).passes(1e-4)
 
 
 @given(strategies.distributions(6), st.floats(0, 1, exclude_min=True, exclude_max=True))
