@@ -3,8 +3,6 @@
 ``tiny.py`` says how the weights are drawn. Importing this module makes the writers known to the fixtures.
 """
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

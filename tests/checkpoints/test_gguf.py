@@ -1,7 +1,5 @@
 """GGUF: every format has the values of the `gguf` package, and a file is the checkpoint that it was made from."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

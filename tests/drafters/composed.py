@@ -1,7 +1,5 @@
 """Language models over one tiny target with any drafter table, and draft models for it. Nothing here is a test."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Sequence

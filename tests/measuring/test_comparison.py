@@ -1,7 +1,5 @@
 """An audit of other engines finds what is wrong, calls a tie a tie, and says when it cannot tell."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
