@@ -247,12 +247,12 @@ def token_of_a_pair_is_the_one_before(patch):
 # --- rows and their settings -----------------------------------------------------------------------------------------
 
 
-@killed_by(path.test_a_repeated_draft_token_is_penalised_in_the_next_row, path.test_minimum_length_ends_inside_a_block)
+@killed_by(path.test_every_row_follows_the_law_written_out_by_hand)
 def stale_history(patch):
     patch.setattr(Rows, "history", lambda self, row: list(self._context))
 
 
-@killed_by(path.test_the_mask_of_a_grammar_moves_with_the_row)
+@killed_by(path.test_every_row_follows_the_law_written_out_by_hand)
 def grammar_only_on_the_draft(patch):
     right = sampling.processed
 
