@@ -15,12 +15,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from specdec.contract import CycleRecord, DepthPolicy, Draft, Drafter, Parity
+from specdec.contract import CycleRecord, Draft, Drafter, Parity
 from specdec.decoding.result import Result
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.policies.fixed import MAX_DEPTH
 from tests import tiny
+from tests.drafters import composed
 from tests.selection import cases
 
 VOCAB = 277
@@ -158,21 +159,6 @@ DRAFTERS = [
 ]
 
 
-class ScriptedDepth(DepthPolicy):
-    """The given depths in turn; checks that it is told of every cycle."""
-
-    def __init__(self, depths):
-        self.depths = depths
-        self.records = []
-
-    def next_depth(self, stats):
-        assert stats.cycles == len(self.records)
-        return self.depths[stats.cycles % len(self.depths)]
-
-    def record(self, cycle):
-        self.records.append(cycle)
-
-
 # --- the property -----------------------------------------------------------------------------------------------------
 
 
@@ -208,10 +194,10 @@ def check_drafter(
         plain = tiny.make_lm(folder, target).generate(list(prompt), max_new_tokens=longest, **settings).tokens
     else:
         plain = tiny.plain_run(target, prompt, longest)
-    truth, policies = [*prompt, *plain], list[ScriptedDepth]()
+    truth, policies = [*prompt, *plain], list[composed.Scripted]()
 
-    def policy() -> ScriptedDepth:
-        policies.append(ScriptedDepth(depths))
+    def policy() -> composed.Scripted:
+        policies.append(composed.Scripted(depths))
         return policies[-1]
 
     session = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, list(numbers))), policy).session()
@@ -222,6 +208,7 @@ def check_drafter(
     assert (result.guarantee, result.deviation.count) == ("exact", 0)
     check_counters(result.stats, count)
     records = policies[-1].records
+    assert len(records) == result.stats.cycles
     assert [token for record in records for token in record.emitted] == result.tokens
     if drafter is oracle:
         assert result.stats.accepted == result.stats.reached == result.stats.offered

@@ -141,15 +141,6 @@ def test_it_comes_back_within_three_trials_of_a_jump():
         assert sum(depth > 1 for depth in asked[back : back + 100]) > 80
 
 
-def test_off_says_why_and_on_does_not():
-    policy = adaptive(PROCESSES["hopeless"].table())
-    play(policy, PROCESSES["hopeless"], 60)
-    assert policy.reason.startswith("plain decoding is faster here: depth 1 would give 0.")
-    policy = adaptive(PROCESSES["flat cost, high acceptance"].table())
-    play(policy, PROCESSES["flat cost, high acceptance"], 60)
-    assert policy.reason == ""
-
-
 @pytest.mark.parametrize("table", ["none", "right"])
 @pytest.mark.parametrize("limit", [1, 2, 5, 15])
 def test_depth_never_exceeds_the_limit(limit, table):
