@@ -159,12 +159,6 @@ def test_a_prompt_that_is_too_long_names_what_limits_it(lm, limits, words):
     check(caught.value, f"9 tokens ({words}", "at most 8")
 
 
-def test_the_longest_prompt_that_fits_fits(lm):
-    """What the message offers must work, at the very limit, and the generation then says why it ended."""
-    result = lm.generate([1] * 63, max_new_tokens=5, ignore_eos=True)
-    assert (len(result.tokens), result.finish_reason) == (1, "context")
-
-
 @pytest.mark.parametrize("plan", [[60, 5], [62, 1], [63, 2]])
 def test_a_session_at_its_limit_stays_usable(plan, lm):
     session = lm.session()

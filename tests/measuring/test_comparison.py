@@ -227,15 +227,6 @@ def test_bytes_and_ends_are_not_judged():
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_is_asked_as_the_toy_itself_is():
-    toy = Toy(depth=3, keeps=1)
-    with stub(Toy()) as plain, stub(toy) as other:
-        report = audited(ServerEngine(plain + "/v1/"), ServerEngine(other))
-    direct = audited(ToyEngine(Toy()), ToyEngine(toy))
-    assert report.speculation == direct.speculation
-    assert report.plain == f"toy at {plain}/v1"
-
-
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x/", "http://x:99999", "http://x/?q=1"])
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(ConfigError, match="not the URL of a server"):

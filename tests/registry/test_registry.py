@@ -150,12 +150,6 @@ def test_an_unknown_name_says_what_is_there_what_is_not_and_what_is_near(ship):
     assert isinstance(error, ConfigError)
 
 
-@pytest.mark.parametrize("kind", ["drafter", "verifier", "depth_policy", "backend", "model"])
-def test_every_kind_has_an_error_for_an_unknown_name(kind):
-    with pytest.raises(UnknownNameError, match="'nobody'"):
-        getattr(Registry((), entry_points=()), kind)("nobody")
-
-
 def test_registering_by_hand_fails_at_once_and_leaves_nothing():
     def mine():
         specs = [VerifierSpec(name="mine", factory=lambda config: None)]
