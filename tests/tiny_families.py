@@ -533,4 +533,4 @@ tiny.WRITERS |= {
     "deepseek_v3": write_deepseek_v3,
     **{family: _writer(family) for family in LIKE_LLAMA},
 }
-FAMILIES = list(SHAPES)
+ALL_SHAPES = {"qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES, **SHAPES}
