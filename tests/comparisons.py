@@ -7,8 +7,6 @@ the records of a run and writes the page. The tests that record something are en
         tests/checkpoints/quantised -k "equal or after_prefill or decoded"
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server of OpenAI's completions in a thread, over a tiny model of random rows, with bugs on request."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.server

@@ -1,7 +1,5 @@
 """The instruction sets that this machine can run, for tests that run on each of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

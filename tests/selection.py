@@ -1,7 +1,5 @@
 """How much of a long test the default run includes. ``pyproject.toml`` says what the markers mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 

@@ -13,7 +13,7 @@ from specdec.backends.delegating import DelegatingOps
 from specdec.backends.ops import Ops
 from specdec.contract import BackendSpec
 from specdec.errors import UnsupportedError
-from specdec.hookspecs import hookimpl
+from tests.plugin_objects import plugin_of
 
 ROOT = pathlib.Path(specdec.__file__).parent
 OWN_BACKENDS = re.compile(r"^\s*(from|import) specdec\.backends\.(cpu|cuda|metal)\b", re.MULTILINE)
@@ -52,13 +52,8 @@ class Stranger(Backend):
 
 def stranger(**fields):
     """A plugin with a backend."""
-
-    class Plugin:
-        @hookimpl
-        def specdec_backends(self):
-            return [BackendSpec(**{"name": "stranger", "factory": lambda config: Stranger(), **fields})]
-
-    return Plugin()
+    spec = BackendSpec(**{"name": "stranger", "factory": lambda config: Stranger(), **fields})
+    return plugin_of(specdec_backends=lambda self: [spec])
 
 
 def fails(*_):

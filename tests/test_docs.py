@@ -13,8 +13,6 @@ A block whose first line is ``# NAME``, such as ``# run.toml``, is written to th
 own.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -2,8 +2,6 @@
 and keeps the tokens. A guarantee never stands where it does not hold.
 """
 
-from __future__ import annotations
-
 import inspect
 import runpy
 from types import SimpleNamespace
@@ -30,11 +28,11 @@ from specdec.contract import (
     VerifierSpec,
 )
 from specdec.errors import PluginError, SpecdecError, StateError
-from specdec.hookspecs import hookimpl
 from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
 from specdec.verifiers.strict import StrictVerifier
+from tests.plugin_objects import plugin_of
 from tests.processes import ROOT
 from tests.selection import examples
 
@@ -147,10 +145,6 @@ class Faulted:
         if name == "reason":
             return ask(name, lambda: right)
         return (lambda *given: ask(name, lambda: right(*given))) if inspect.ismethod(right) else right
-
-
-def plugin_of(**hooks):
-    return type("Plugin", (), {name: hookimpl(hook) for name, hook in hooks.items()})()
 
 
 def plugin(faulty):

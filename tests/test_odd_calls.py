@@ -4,8 +4,6 @@ Which parameters there are is read from the signatures, so a new one is tried as
 ``tests/config/test_config.py``.
 """
 
-from __future__ import annotations
-
 import enum
 import fractions
 import inspect

@@ -6,8 +6,6 @@ an offset from 1 scatter around 0 (so that a missing ``1 +`` matters), decays ru
 Nothing here is a test. ``conftest.py`` caches the folders per session.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -502,9 +500,15 @@ def needs_of(target: Any, *, final_hidden: bool = True) -> Any:
     return Needs(mtp=bool(target.info.mtp_layers), final_hidden=final_hidden)
 
 
+def on_host(target: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the arrays of a snapshot."""
+    host = target.ops.to_host
+    return {name: (array if isinstance(array, torch.Tensor) else host(array)).clone() for name, array in arrays.items()}
+
+
 def state_arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
     """Everything committed in a state, by name, the MTP cache left out: it depends on what was drafted."""
-    arrays = target.snapshot(state).arrays
+    arrays = on_host(target, target.snapshot(state).arrays)
     return {name: array for name, array in arrays.items() if not name.startswith("mtp")}
 
 

@@ -3,8 +3,6 @@
 ``tiny.py`` says how the weights are drawn. Importing this module makes the writers known to the fixtures.
 """
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -535,4 +533,4 @@ tiny.WRITERS |= {
     "deepseek_v3": write_deepseek_v3,
     **{family: _writer(family) for family in LIKE_LLAMA},
 }
-FAMILIES = list(SHAPES)
+ALL_SHAPES = {"qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES, **SHAPES}

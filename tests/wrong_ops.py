@@ -1,7 +1,5 @@
 """Ops of the torch reference with one known mistake: some bits of a row depend on the company that it is in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

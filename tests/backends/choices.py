@@ -1,7 +1,5 @@
 """Rows of logits, settings and histories for whatever chooses tokens in place of ``specdec.sampling.Rows``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

@@ -1,7 +1,5 @@
 """The conformance kit's clauses of operations, run at several sizes. Nothing here is a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

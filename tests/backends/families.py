@@ -1,30 +1,18 @@
 """What every family promises on a device: the reference's numbers, and the bits of plain decoding. Nothing here is a
 test."""
 
-from __future__ import annotations
-
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from specdec.contract import Drafter, Needs, Parity
 from specdec.testing import Subject, as_subject, check_subjects
 from tests import tiny
-from tests.decoding.test_lossless import (
-    Case,
-    ScriptedDepth,
-    adversarial,
-    check_counters,
-    mtp,
-    ngram,
-    oracle,
-    partly_right,
-    random,
-)
+from tests.decoding import test_lossless as lossless
+from tests.decoding.test_lossless import Case, adversarial, mtp, ngram, oracle, partly_right, random
 from tests.tiny_families import SHAPES
 
 VOCAB = 277
@@ -59,17 +47,6 @@ DRAFTS = {
     "depths": st.lists(st.integers(0, 8), min_size=1, max_size=4),
     "numbers": st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 }
-
-
-def on_host(target: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of the arrays of a snapshot."""
-    host = target.ops.to_host
-    return {name: (array if isinstance(array, torch.Tensor) else host(array)).clone() for name, array in arrays.items()}
-
-
-def arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
-    """As ``tiny.state_arrays``, on the host."""
-    return on_host(target, tiny.state_arrays(target, state))
 
 
 def best(logits: Any, drafted: Sequence[int]) -> int:
@@ -124,38 +101,13 @@ def check_logits(target: Any, reference: Any, error: float) -> None:
 
 
 def check_drafter(
-    folder: pathlib.Path,
-    target: Any,
-    prompt: Sequence[int],
-    drafter: Callable[[Case], Drafter],
-    depths: Sequence[int],
-    numbers: Sequence[int] = (5, 2, 9),
-    count: int = 10,
-    **sampling: Any,
+    folder: pathlib.Path, target: Any, prompt: Sequence[int], drafter: Callable[[Case], Drafter], *how: Any, **more: Any
 ) -> list[int]:
-    """Whatever is drafted at these depths, the tokens and the state are those of plain decoding; returns the tokens."""
+    """As ``test_lossless.check_drafter``, with a drafter for families without an MTP head too; returns the tokens."""
     if drafter is mtp and not target.info.mtp_layers:
         drafter = partly_right
-    longest = count + max(depths) + 1
-    settings = {"ignore_eos": True, **sampling}
-    if sampling:
-        plain = tiny.make_lm(folder, target).generate(list(prompt), max_new_tokens=longest, **settings).tokens
-    else:
-        plain = tiny.plain_run(target, prompt, longest)
-    truth = [*prompt, *plain]
-    lm = tiny.make_lm(
-        folder, target, lambda env: drafter(Case(truth, env, list(numbers))), lambda: ScriptedDepth(depths)
-    )
-    session = lm.session()
-    result = session.generate(list(prompt), max_new_tokens=count, **settings)
-    assert result.tokens == truth[len(prompt) :][:count]
-    assert (result.guarantee, result.deviation.count) == ("exact", 0)
+    result, _ = lossless.check_drafter(folder, target, prompt, drafter, *how, **more)
     assert not result.stats.faults
-    check_counters(result.stats, count)
-    if drafter is oracle:
-        assert result.stats.accepted == result.stats.offered
-    wanted = tiny.held(target, prompt, truth[len(prompt) :][:count])
-    tiny.assert_same_bits(arrays(target, session.sequence.state), arrays(target, wanted))
     return list(result.tokens)
 
 
@@ -178,7 +130,7 @@ def check_sessions(
     session.save(file)
     loaded, fork = lm.session(), session.fork()
     loaded.load(file)
-    kept = [on_host(target, target.snapshot(one._sequence.state).arrays) for one in (session, loaded, fork)]
+    kept = [tiny.on_host(target, target.snapshot(one._sequence.state).arrays) for one in (session, loaded, fork)]
     assert any(name.startswith("mtp.") for name in kept[0])
     for other in kept[1:]:  # the head's cache and the last hidden state too: wrong ones would only spoil the drafts
         tiny.assert_same_bits(other, kept[0])
@@ -202,10 +154,10 @@ def check_drafts(target: Any, plan: Sequence[tuple[int, int, Any]]) -> list[tupl
         assert len(drafts[0]) == depth
         assert head is None or set(drafts[0]) <= set(head.tokens)
         assert len({(state.pairs.fed, state.pairs.waiting, state.mtp.length) for state in states}) == 1
-        tiny.assert_same_bits(*(on_host(target, state.mtp.save()) for state in states))
+        tiny.assert_same_bits(*(tiny.on_host(target, state.mtp.save()) for state in states))
         for state in states:
             target.decode(state, range(at, at + kept))
             target.commit(state, kept)
         at, found = at + kept, [*found, drafts[0]]
-    tiny.assert_same_bits(*(on_host(target, target.snapshot(state).arrays) for state in states))
+    tiny.assert_same_bits(*(tiny.on_host(target, target.snapshot(state).arrays) for state in states))
     return found

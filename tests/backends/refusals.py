@@ -1,7 +1,5 @@
 """What every device refuses. Nothing here is a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

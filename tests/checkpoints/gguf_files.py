@@ -1,7 +1,5 @@
 """Write GGUF files from tiny safetensors checkpoints with the `gguf` package, as llama.cpp's converter would."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Iterator

@@ -92,7 +92,7 @@ def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path):
     """Speculators trains on the states before the final norm; a head that is stitched into its model can say so."""
     model = written(tmp_path / "model")
     head = converted(model, tmp_path / "head")
-    trained, served = MtpOracle(model, "prenorm_hidden"), MtpOracle(model)
+    trained, served = MtpOracle(model, "hidden-pre-norm"), MtpOracle(model)
     lm = loaded(model, mtp=str(head))
     assert any("before the final norm" in notice for notice in lm.notices)
     drafted(lm, trained)

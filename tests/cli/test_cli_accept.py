@@ -41,24 +41,6 @@ def test_tables_for_people(accept):
     assert "The MTP head with one mistake" not in text
 
 
-def test_json_is_one_object(accept):
-    done = accept(*SHORT, "--classes", "code,factual", "-t", "0.7", "--seed", "3", "--json")
-    assert done.exit_code == 0, done.stderr
-    assert done.stderr == ""
-    told = json.loads(done.stdout)
-    assert [group["name"] for group in told["classes"]] == ["code", "factual"]
-    assert (told["temperature"], told["seed"], told["depth"], told["max_new_tokens"]) == (0.7, 3, 2, 8)
-    assert (told["partial"], told["done"], told["planned"]) == (False, 2, 2)
-    assert told["thresholds"] == {"turn_on": 1.05, "not_worth_it": 1.02}
-    assert told["environment"]["model"] == "demo"
-    for group in (*told["classes"], told["overall"]):
-        for place in group["positions"]:
-            assert place["cumulative"] == place["accepted"] / place["offered"]
-            assert place["conditional"] == (place["accepted"] / place["reached"] if place["reached"] else None)
-        for one, cost in zip(group["predictions"], told["costs"], strict=True):
-            assert one["speedup"] == pytest.approx(one["tokens"] / cost["cost"])
-
-
 def test_a_file_of_ones_own_and_a_log(accept, tmp_path):
     (tmp_path / "mine.txt").write_text("def f(x):\nOnce upon a time\n")
     done = accept("--prompts", tmp_path / "mine.txt", "-n", "8", "--log", tmp_path / "log.jsonl", "--json")

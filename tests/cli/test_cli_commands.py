@@ -3,33 +3,32 @@
 import json
 
 from specdec.errors import CheckpointError
-from specdec.hookspecs import hookimpl
 from specdec.registry import Registry
+from tests.plugin_objects import plugin_of
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 
 
-class Broken:
-    @hookimpl
-    def specdec_drafters(self):
-        raise OSError("no drafters today")
+def no_drafters(self):
+    raise OSError("no drafters today")
 
 
-class Adds:
+BROKEN = plugin_of(specdec_drafters=no_drafters)
+
+
+def adds(name, error=None):
     """A plugin with a command; ``name`` may be one of ours."""
 
-    def __init__(self, name, error=None):
-        self.name, self.error = name, error
-
-    @hookimpl
-    def specdec_commands(self, cli):
-        @cli.command(self.name)
+    def commands(self, cli):
+        @cli.command(name)
         def hello():
             """Say hello."""
             raise CheckpointError("hello failed", **{"try": "again"})
 
-        if self.error:
-            raise self.error
+        if error:
+            raise error
+
+    return plugin_of(specdec_commands=commands)
 
 
 def installed(*commands):
@@ -42,7 +41,7 @@ def installed(*commands):
 
 
 def test_plugins_lists_what_is_there_and_what_failed(invoke):
-    registry = Registry((*LIGHT, Broken()), entry_points=())
+    registry = Registry((*LIGHT, BROKEN), entry_points=())
     done = invoke("plugins", registry=registry)
     assert done.exit_code == 0
     for text in (
@@ -51,7 +50,7 @@ def test_plugins_lists_what_is_there_and_what_failed(invoke):
         "built in",
         "strict",
         "fixed",
-        "failed (registration): Broken",
+        "failed (registration): Plugin",
         "no drafters today",
     ):
         assert text in done.stdout
@@ -65,7 +64,7 @@ def test_plugins_lists_what_is_there_and_what_failed(invoke):
 
 
 def test_a_plugins_command_is_listed_and_its_errors_look_like_ours(invoke):
-    registry = installed(Adds("hello"))
+    registry = installed(adds("hello"))
     assert "Say hello." in invoke("--help", registry=registry).stdout
     done = invoke("hello", registry=registry)
     assert done.exit_code == 2
@@ -75,7 +74,7 @@ def test_a_plugins_command_is_listed_and_its_errors_look_like_ours(invoke):
 
 
 def test_a_plugin_cannot_break_or_replace_commands(invoke):
-    registry = installed(Adds("info"), Adds("half", RuntimeError("in the middle")))
+    registry = installed(adds("info"), adds("half", RuntimeError("in the middle")))
     done = invoke("--help", registry=registry)
     assert done.exit_code == 0
     assert "half" not in done.stdout

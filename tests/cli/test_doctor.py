@@ -8,8 +8,9 @@ import torch
 
 from specdec import __version__
 from specdec.contract import BackendSpec
-from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry
+from tests.cli.test_cli_commands import BROKEN
+from tests.plugin_objects import plugin_of
 from tests.wrong_ops import ProbedBackend, wrong_ops
 
 
@@ -23,24 +24,14 @@ def tiny_model(checkpoint):
     return checkpoint("qwen3_5", layers=2, max_positions=64)
 
 
-class Fails:
-    @hookimpl
-    def specdec_drafters(self):
-        raise OSError("no drafters today")
+def fails():
+    raise RuntimeError("the driver is on fire")
 
 
-class Odd:
-    """A plugin with backends that cannot run."""
-
-    @hookimpl
-    def specdec_backends(self):
-        def available():
-            raise RuntimeError("the driver is on fire")
-
-        return [
-            BackendSpec(name="absent", factory=lambda config: None, available=lambda: "no such device"),
-            BackendSpec(name="burning", factory=lambda config: None, available=available),
-        ]
+CANNOT_RUN = [
+    BackendSpec(name="absent", factory=lambda config: None, available=lambda: "no such device"),
+    BackendSpec(name="burning", factory=lambda config: None, available=fails),
+]
 
 
 def with_plugins(*plugins):
@@ -55,7 +46,7 @@ def flat(text):
 
 
 def test_a_machine_says_what_runs_and_why_the_rest_does_not(invoke):
-    done = invoke("doctor", registry=with_plugins(Fails(), Odd()))
+    done = invoke("doctor", registry=with_plugins(BROKEN, plugin_of(specdec_backends=lambda self: CANNOT_RUN)))
     assert done.exit_code == 0, done.output
     said = flat(done.stdout)
     for text in (
@@ -64,7 +55,7 @@ def test_a_machine_says_what_runs_and_why_the_rest_does_not(invoke):
         "SPECDEC_CPU_KERNELS=torch",
         "absent no no such device",
         "burning no the backend 'burning' failed in available: RuntimeError: the driver is on fire",
-        "plugin failed: Fails",
+        "plugin failed: Plugin",
         "OSError: no drafters today",
         "1 failure",
     ):

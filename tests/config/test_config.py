@@ -1,7 +1,5 @@
 """One TOML file plus overrides, read strictly: every mistake names its key."""
 
-from __future__ import annotations
-
 import enum
 import fractions
 import pathlib

@@ -1,7 +1,5 @@
 """Raises KeyboardInterrupt at a chosen step of specdec's own code. Nothing here is a test."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import functools

@@ -1,7 +1,5 @@
 """Several generations at once: each has the tokens, log-probabilities and state bits that it has alone."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -314,6 +312,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(small, monkeypatch):
     while running.running:
         running.tick()
     assert long.result.tokens == lm.generate(list(range(100)), max_new_tokens=4, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize("idle", [1, 2])
+def test_only_chunks_of_prompts_change_whose_turn_it_is(small, monkeypatch, idle):
+    """The oldest had the last one; the shortest has the next one, however long no prompt waited meanwhile."""
+    monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
+    lm, running = small(), Batch()
+    running.add(lm.stream([1, 2], max_new_tokens=30, ignore_eos=True, depth=0))
+    for _ in range(1 + idle):
+        running.tick()
+    long, short = (lm.stream(list(range(length)), max_new_tokens=4) for length in (60, 40))
+    for stream in (long, short):
+        running.add(stream)
+    running.tick()
+    assert (long.waiting, short.waiting) == (59, 31)
 
 
 def test_generate_batch_keeps_at_most_so_many_and_names_each(small):

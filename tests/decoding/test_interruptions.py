@@ -5,8 +5,6 @@ was saved right after the interruptions must go on equally. What an uninterrupte
 counters, the bits of the state) is the truth.
 """
 
-from __future__ import annotations
-
 import pathlib
 import random
 from typing import Any

@@ -4,10 +4,9 @@ Tokens alone would not show a wrong state for a while, so after each run the sta
 window, recurrent matrix, last hidden state) are compared with those of a run that never speculated.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -16,11 +15,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from specdec.contract import DepthPolicy, Draft, Drafter, Parity
+from specdec.contract import CycleRecord, Draft, Drafter, Parity
+from specdec.decoding.result import Result
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.policies.fixed import MAX_DEPTH
 from tests import tiny
+from tests.drafters import composed
 from tests.selection import cases
 
 VOCAB = 277
@@ -158,21 +159,6 @@ DRAFTERS = [
 ]
 
 
-class ScriptedDepth(DepthPolicy):
-    """The given depths in turn; checks that it is told of every cycle."""
-
-    def __init__(self, depths):
-        self.depths = depths
-        self.records = []
-
-    def next_depth(self, stats):
-        assert stats.cycles == len(self.records)
-        return self.depths[stats.cycles % len(self.depths)]
-
-    def record(self, cycle):
-        self.records.append(cycle)
-
-
 # --- the property -----------------------------------------------------------------------------------------------------
 
 
@@ -190,19 +176,50 @@ def check_counters(stats, tokens, cut=0):
     assert sum(depth * count for depth, count in stats.draft_lengths.items()) == sum(offered)
 
 
-@pytest.fixture(scope="module")
-def plain(make_target):
-    """``plain(family, kernels, dtype, prompt)``: the target, and the prompt with 48 tokens of plain decoding."""
-    known = {}
+def check_drafter(
+    folder: pathlib.Path,
+    target: Any,
+    prompt: Sequence[int],
+    drafter: Callable[[Case], Drafter],
+    depths: Sequence[int],
+    numbers: Sequence[int] = (5, 2, 9),
+    count: int = 10,
+    **sampling: Any,
+) -> tuple[Result, list[CycleRecord]]:
+    """Whatever is drafted at these depths, the tokens and the state are those of plain decoding; returns the result
+    and the records of its cycles."""
+    longest = count + max(depths) + 1
+    settings = {"ignore_eos": True, **sampling}
+    if sampling:
+        plain = tiny.make_lm(folder, target).generate(list(prompt), max_new_tokens=longest, **settings).tokens
+    else:
+        plain = tiny.plain_run(target, prompt, longest)
+    truth, policies = [*prompt, *plain], list[composed.Scripted]()
 
-    def get(family, kernels, dtype, prompt):
-        target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
-        key = (family, kernels, dtype, *prompt)
-        if key not in known:
-            known[key] = [*prompt, *tiny.plain_run(target, prompt, 48)]
-        return target, known[key]
+    def policy() -> composed.Scripted:
+        policies.append(composed.Scripted(depths))
+        return policies[-1]
 
-    return get
+    session = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, list(numbers))), policy).session()
+    result = session.generate(list(prompt), max_new_tokens=count, **settings)
+    assert result.tokens == plain[:count]
+    assert all(type(token) is int for token in result.tokens)  # a numpy integer would break --json
+    assert result.finish_reason == "length"
+    assert (result.guarantee, result.deviation.count) == ("exact", 0)
+    check_counters(result.stats, count)
+    records = policies[-1].records
+    assert len(records) == result.stats.cycles
+    assert [token for record in records for token in record.emitted] == result.tokens
+    if drafter is oracle:
+        assert result.stats.accepted == result.stats.reached == result.stats.offered
+    if drafter is adversarial:
+        assert (sum(result.stats.accepted), result.stats.cycles) == (0, count)
+    state = session.sequence.state
+    assert state.length == len(prompt) + count - 1
+    tiny.assert_same_bits(
+        tiny.state_arrays(target, state), tiny.state_arrays(target, tiny.held(target, prompt, plain[:count]))
+    )
+    return result, records
 
 
 COMBINATIONS = cases(
@@ -237,51 +254,26 @@ GENERATED = 24
     numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 )
 def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decoding(
-    combination, checkpoint, plain, prompt, count, drafter, depths, numbers
+    combination, checkpoint, make_target, prompt, count, drafter, depths, numbers
 ):
     family, kernels, dtype = combination
     if kernels == "torch":
         prompt = prompt[:17]  # the reference computes prompt chunks of more than 16 rows in bulk, with other bits
-    target, truth = plain(family, kernels, dtype, prompt)
+    target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
     assert target.info.parity is Parity.BITWISE
-    policies = []
-
-    def policy():
-        policies.append(ScriptedDepth(depths))
-        return policies[-1]
-
     folder = checkpoint(family, dtype=dtype, **SHAPES[family])
-    lm = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, numbers)), policy)
-    session = lm.session()
-    result = session.generate(list(prompt), max_new_tokens=count, ignore_eos=True)
+    result, records = check_drafter(folder, target, prompt, drafter, depths, numbers, count)
     event(drafter.__name__)
     event(f"accepted {min(sum(result.stats.accepted), 8)}")
-
-    assert result.tokens == truth[len(prompt) :][:count]
-    assert all(type(token) is int for token in result.tokens)  # a numpy integer would break --json
-    assert result.finish_reason == "length"
-    assert (result.guarantee, result.deviation.count) == ("exact", 0)
-    stats = result.stats
-    check_counters(stats, count)
-    records = policies[-1].records
-    assert [token for record in records for token in record.emitted] == result.tokens
-    if drafter is oracle:
-        assert stats.accepted == stats.reached == stats.offered
-    if drafter is adversarial:
-        assert sum(stats.accepted) == 0
-        assert stats.cycles == count
-    asked = any(record.depth for record in records)
+    stats, asked = result.stats, any(record.depth for record in records)
     if drafter is no_draft and asked:
         assert stats.inactive_reason.startswith("the drafter ")
     if drafter is too_long and stats.offered:
         assert stats.faults.keys() == {"draft longer than asked for"}
-    if drafter is wrong_ids and asked:
+    elif drafter is wrong_ids and asked:
         assert "draft token outside the vocabulary" in stats.faults
-
-    state = session._sequence.state
-    assert state.length == len(prompt) + count - 1
-    wanted = tiny.held(target, prompt, truth[len(prompt) :][:count])
-    tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+    elif drafter not in (too_long, wrong_ids):
+        assert not stats.faults
 
 
 PREDICTIONS = {

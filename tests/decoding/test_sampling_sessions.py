@@ -13,9 +13,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from specdec.config import Choice
-from specdec.contract import Draft, Drafter, DrafterSpec
+from specdec.contract import DrafterSpec
 from specdec.decoding import sequence
 from specdec.registry.parts import DepthPart, DrafterPart
+from specdec.testing.engine_run import ScriptedDrafter
 from tests import tiny
 from tests.decoding.test_sessions import CODE, load, variant
 from tests.selection import cases
@@ -26,25 +27,11 @@ VOCAB = 277
 PROMPT = [40, 50, 60, 70, 40, 50, 60]
 
 
-class Known(Drafter):
-    """Drafts from tokens that it was told; wrong every ``wrong_every`` positions."""
-
-    def __init__(self, tokens, wrong_every=10**9):
-        self.tokens, self.wrong_every = tokens, wrong_every
-
-    def propose(self, context, depth):
-        at = len(context)
-        return Draft(
-            tuple(
-                token if (at + i + 1) % self.wrong_every else (token + 1) % VOCAB
-                for i, token in enumerate(self.tokens[at : at + depth])
-            )
-        )
-
-
 def knowing(lm, tokens, depth, wrong_every=10**9):
-    """``lm`` with a drafter that knows ``tokens``, prompt included."""
-    spec = DrafterSpec(name="known", factory=lambda config, env: Known(tokens, wrong_every))
+    """``lm`` with a drafter that knows ``tokens``, prompt included, and is wrong every ``wrong_every`` positions."""
+    known = [token if at % wrong_every else (token + 1) % VOCAB for at, token in enumerate(tokens, 1)] + [0] * 99
+    drafter = ScriptedDrafter(lambda history, number: known[len(history)])
+    spec = DrafterSpec(name="known", factory=lambda config, env: drafter)
     return attrs.evolve(lm, drafter=DrafterPart(spec=spec), depth=DepthPart.of(Choice("fixed", {"depth": depth})))
 
 

@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 import specdec
 from specdec.config import Choice
-from specdec.contract import Draft, Drafter, DrafterSpec, PrepareEnv
+from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, PrepareEnv
 from specdec.decoding import session_file
+from specdec.decoding.origins import Origins
 from specdec.decoding.sequence import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
 from specdec.registry.parts import DepthPart, DrafterPart, make_verifier
@@ -376,28 +377,20 @@ def test_a_stream_that_was_not_read_to_its_end_is_ended_by_the_next_call(lm, cal
     assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == wanted
 
 
-def test_a_call_from_within_a_cycle_is_refused_and_the_generation_goes_on(lm):
-    session, refused = lm.session(), []
-    stream = session.stream([50, 60, 70], max_new_tokens=9, ignore_eos=True)
-
-    def call(record):
-        for one in (session.fork, lambda: session.feed([1]), lambda: next(stream), stream.close, lambda: stream.result):
-            with pytest.raises(StateError, match="is running") as caught:
-                one()
-            refused.append(caught)
-
-    stream.on_cycle = call
-    assert stream.result.tokens == variant(lm).generate([50, 60, 70], max_new_tokens=9, ignore_eos=True).tokens
-    assert len(refused) == 5 * stream.result.stats.cycles
+def in_a_thread(run):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
 
 
-def test_a_second_thread_gets_an_error_and_changes_nothing(lm, tmp_path):
-    """Whatever the first thread is doing: generating, or in the middle of another call."""
+@pytest.mark.parametrize("asks", [lambda run: run(), in_a_thread], ids=["the same thread", "another thread"])
+def test_a_call_in_the_middle_of_another_is_refused_and_changes_nothing(asks, lm, tmp_path):
+    """Whatever the session is doing: generating, or, for another thread, in the middle of another call."""
     session = lm.session()
     session.feed([50, 60, 70])
-    refused = []
 
-    def from_another_thread(*_):
+    def ask(*_, asks=asks):
+        refused = []
         calls = [
             lambda: session.feed([1]),
             lambda: session.rewind(0),
@@ -406,8 +399,7 @@ def test_a_second_thread_gets_an_error_and_changes_nothing(lm, tmp_path):
             lambda: session.save(tmp_path / "s"),
             lambda: session.load(tmp_path / "s"),
             session.stream,
-            stream.close,
-            lambda: next(stream),
+            *([] if stream.finished else [stream.close, lambda: next(stream), lambda: stream.result]),
         ]
 
         def run():
@@ -417,19 +409,16 @@ def test_a_second_thread_gets_an_error_and_changes_nothing(lm, tmp_path):
                 except StateError as error:
                     refused.append(error.message)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        asks(run)
         assert len(refused) == len(calls)
-        refused.clear()
 
     stream = session.stream(max_new_tokens=9, ignore_eos=True)
-    stream.on_cycle = from_another_thread
+    stream.on_cycle = ask
     tokens = stream.result.tokens
     assert tokens == variant(lm).generate([50, 60, 70], max_new_tokens=9, ignore_eos=True).tokens
     target, snapshot = session.sequence.target, type(session.sequence.target).snapshot
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(target), "snapshot", lambda *given: (from_another_thread(), snapshot(*given))[1])
+        patch.setattr(type(target), "snapshot", lambda *given: (ask(asks=in_a_thread), snapshot(*given))[1])
         fork = session.fork()
     assert fork.tokens == session.tokens == (50, 60, 70, *tokens)
     assert not (tmp_path / "s").exists()
@@ -485,3 +474,35 @@ def test_drafts_that_were_all_cut_are_not_called_no_draft(token, processors, rea
     stats = attrs.evolve(variant(lm, "none", 3), drafter=made).generate([50], **settings).stats
     reason = f"every draft was cut before it was verified: {reason}"
     assert stats.speculation() == {"active": False, "drafter": "always", "reason": reason}
+
+
+# --- what a result tells of its tokens -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verifier", "option"), [("margin", "margin"), ("typical", "epsilon")])
+@pytest.mark.parametrize("value", [0.0, 0.3, 1.0])
+def test_a_lossy_runs_count_is_that_of_a_replay(verifier, option, value, load):
+    """Of the tokens that plain decoding would not have chosen."""
+    chosen = make_verifier(Choice(verifier, {option: value}))
+    lm = attrs.evolve(variant(load("demo", "bfloat16"), "mtp", 3), verifier=chosen)
+    run = lm.generate(CODE, max_new_tokens=60, ignore_eos=True)
+    replay, plain = variant(lm).session(), []
+    for position in range(len(run.tokens)):
+        replay.set_prompt([*run.prompt, *run.tokens[:position]])
+        plain += replay.generate(max_new_tokens=1, ignore_eos=True).tokens
+    differing = sum(token != best for token, best in zip(run.tokens, plain, strict=True))
+    assert run.deviation.count == differing
+    if verifier == "margin":
+        assert (differing > 0) == (value > 0)
+        assert run.deviation.largest_gap <= value
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "emitted", "origins"),
+    [((), 0, (9,), ["plain"]), ((5,), 1, (5, 6), ["drafted", "bonus"]), ((5, 7), 1, (5, 6), ["drafted", "corrected"])],
+)
+def test_a_token_is_drafted_corrected_a_bonus_or_plain(drafted, accepted, emitted, origins):
+    record = CycleRecord(9, len(drafted), len(drafted), accepted, emitted, 0.0, 0.0, 0.0, drafted)
+    made = Origins(specdec.load("demo", drafter="none").tokenizer).add(record)
+    assert [token.origin for token in made] == origins
+    assert [token.guess for token in made if token.origin == "corrected"] == list(drafted[accepted:])

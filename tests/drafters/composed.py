@@ -1,7 +1,5 @@
 """Language models over one tiny target with any drafter table, and draft models for it. Nothing here is a test."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -65,17 +63,18 @@ def load_second(asked: TargetConfig) -> tuple[Any, Any]:
 
 
 class Scripted(DepthPolicy):
-    """These depths in turn."""
+    """These depths in turn; keeps the records that it is told of."""
 
     def __init__(self, depths: Sequence[int]) -> None:
         self._depths, self._cycle = depths, -1
+        self.records: list[CycleRecord] = []
 
     def next_depth(self, stats: Stats) -> int:
         self._cycle += 1
         return self._depths[self._cycle % len(self._depths)]
 
     def record(self, cycle: CycleRecord) -> None:
-        pass
+        self.records.append(cycle)
 
 
 def composed(base: Any, drafter: dict[str, Any], depths: Sequence[int] = (3,), verifier: str = "strict") -> Any:

@@ -1,7 +1,5 @@
 """Drafters in a row: the first with an opinion drafts, all of them follow, and a result tells who did what."""
 
-from __future__ import annotations
-
 import attrs
 import numpy as np
 import pytest
@@ -13,9 +11,9 @@ from specdec.config import Choice
 from specdec.contract import EMPTY_DRAFT, Draft, Drafter, DrafterSnapshot, DrafterSpec, Needs, PrepareEnv
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
-from specdec.hookspecs import hookimpl
 from specdec.testing import DrafterSubject
 from specdec.testing.scripted_session import ScriptedSession
+from tests.plugin_objects import plugin_of
 
 SPEC = specdec_drafters()[0]
 
@@ -60,18 +58,10 @@ class NotedConfig:
 made = []
 
 
-class Plugin:
-    @hookimpl
-    def specdec_drafters(self):
-        return [
-            DrafterSpec(name="noted", factory=Noted, config=NotedConfig, needs=Needs(final_hidden=True)),
-            DrafterSpec(name="prepared", factory=Noted, config=NotedConfig, prepare=lambda config, env: config.number),
-        ]
-
-
 @pytest.fixture(autouse=True)
 def _registry(install):
-    install(Plugin())
+    spec = DrafterSpec(name="noted", factory=Noted, config=NotedConfig, needs=Needs(final_hidden=True))
+    install(plugin_of(specdec_drafters=lambda self: [spec]))
     made.clear()
 
 

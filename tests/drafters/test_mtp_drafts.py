@@ -1,4 +1,4 @@
-"""The MTP drafter against an oracle that keeps no state: float64, from the equations alone (``models/mtp_oracle.py``).
+"""The MTP drafter against an oracle that keeps no state: transformers' layers (``models/mtp_oracle.py``).
 
 Wrong drafts never show in the output (verification repairs them), only in the acceptance of trained weights. So each
 draft is compared here, token by token, after prefill and over cycles of any accept counts, chunkings and rewinds. The
@@ -18,18 +18,16 @@ from specdec.errors import StateError
 from tests import tiny
 from tests.comparisons import record
 from tests.models.mtp_oracle import MtpOracle
-from tests.selection import cases
+from tests.tiny_families import ALL_SHAPES
 
 MTP = Needs(mtp=True)
-LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
-SHAPES = [
-    "r1-gqa4-tied",
-    "r3-gqa3-untied",
-    "mixed-layers",
-    "attention-only",
-    "own-embedding-tied",
-    "own-embedding-untied",
-    "own-embedding-main-head",
+LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 through trunk, head and chain
+ORACLES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3")
+CASES = [
+    pytest.param(family, name, marks=[pytest.mark.slow] * (number > 1))
+    for family in ORACLES
+    for number, (name, shape) in enumerate(ALL_SHAPES[family].items())
+    if shape.get("mtp", True)
 ]
 VOCAB = 277
 
@@ -125,27 +123,36 @@ def check(run, oracle, depth):
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint):
-    return functools.cache(
-        lambda shape: MtpOracle(checkpoint("qwen3_5", dtype="float32", **tiny.QWEN3_5_SHAPES[shape]))
-    )
+def made(kernels, make_target, checkpoint):
+    """``made(family, name)``: the target of that shape, and the oracle."""
+
+    def make(family, name):
+        shape = ALL_SHAPES[family][name]
+        oracle = _oracle(checkpoint(family, dtype="float32", **shape))
+        return make_target(family, kernels=kernels, **shape), oracle
+
+    return make
+
+
+_oracle = functools.cache(MtpOracle)
 
 
 def prompt_of(count, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
 
 
-@pytest.mark.parametrize("shape", cases(SHAPES, sample=2, mark="slow"))
-def test_drafts_after_prefill(shape, kernels, make_target, oracle, record_property):
-    """K = 1..4 and prompts from one token on: pairing, order of the halves, the chain."""
-    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_drafts_equal_the_oracle(family, name, made, record_property):
+    """After prompts from one token on, and after a cycle that kept part of a draft: pairing, halves, the chain."""
     worst = 0.0
-    for length in (1, 2, 3, 17, 40):
-        for depth in (1, 2, 3, 4):
-            run = Run(target)
-            run.prefill(prompt_of(length))
-            worst = max(worst, check(run, oracle(shape), depth))
-    record(record_property, "qwen3_5", "MTP drafts", "a float64 oracle in numpy", shape, worst)
+    target, oracle = made(family, name)
+    for length in (1, 2, 3, 19, 40):
+        run = Run(target, capacity=64)
+        run.prefill(prompt_of(length), sizes=[7])
+        worst = max(worst, check(run, oracle, 4))
+        run.verify([5, 6, 7], length % 3, 11)
+        worst = max(worst, check(run, oracle, 2))
+    record(record_property, family, "MTP drafts", "transformers' layers", name, worst)
 
 
 steps = st.one_of(
@@ -162,12 +169,21 @@ steps = st.one_of(
 )
 
 
-@pytest.mark.parametrize("shape", ["r3-gqa3-untied", "attention-only"])
+@pytest.mark.parametrize(
+    ("family", "name", "modules"),
+    [
+        ("qwen3_5", "r3-gqa3-untied", 1),
+        ("qwen3_5", "attention-only", 1),
+        ("glm4_moe", "no-bias-groups", 2),
+        ("deepseek_v3", "all-sparse-mixed", 3),
+    ],
+)
 @given(prompt=st.lists(token_ids, min_size=1, max_size=20), chunk=st.integers(1, 20), plan=st.lists(steps, max_size=7))
-def test_drafts_whatever_happened_before(shape, kernels, make_target, oracle, prompt, chunk, plan):
-    """Any story of cycles, plain decoding, further prompts, rewinds and saves; then a draft of 3."""
-    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
-    check(told(target, prompt, chunk, plan), oracle(shape), 3)
+def test_drafts_whatever_happened_before(family, name, modules, made, prompt, chunk, plan):
+    """Any story of cycles, plain decoding, further prompts, rewinds and saves; then a draft."""
+    target, oracle = made(family, name)
+    assert target.info.mtp_layers == len(oracle.modules) == modules
+    check(told(target, prompt, chunk, plan), oracle, 2 + modules)
 
 
 def told(target, prompt, chunk, plan):

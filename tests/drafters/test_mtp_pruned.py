@@ -1,7 +1,5 @@
 """The MTP drafter with a draft vocabulary and with gates: the output is that of plain decoding, whatever is kept."""
 
-from __future__ import annotations
-
 import itertools
 
 import attrs

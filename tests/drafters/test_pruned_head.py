@@ -1,7 +1,5 @@
 """Which head a draft runs with: a function of the tokens, whatever the drafter saw of them at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from specdec.drafters.retokenise import LONGEST_SEGMENT, WINDOW, Transcript, continuation, differences
+from specdec.drafters.retokenise import LONGEST_SEGMENT, WINDOW, Transcript, continuation
 from specdec.text import common_prefix
 from tests.drafters.two_tokenizers import WORDS, byte_level, letters, sentence_piece
 
@@ -134,9 +134,3 @@ def test_the_text_of_drafted_tokens_is_what_they_add(data, pair):
     if pair[1] in READS_ALL:
         before = draft.decode(read.ids)
         assert draft.decode([*read.ids, *drafted]).rstrip("\ufffd") == (before + spelt).rstrip("\ufffd")
-
-
-def test_differences_name_every_id():
-    one, other = byte_level(("in", "an")), byte_level(("in", "ab", "abc"))
-    assert differences(one, byte_level(("in", "an"))) == []
-    assert differences(one, other) == [(257, "an", "ab"), (258, "<|end|>", "abc"), (259, None, "<|end|>")]

@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that checkpoints have, for drafting across two of them. Nothing here is a test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tokenizers
@@ -12,8 +10,11 @@ from specdec.text import Tokenizer
 WORDS = ("the", "then", "he", "in", "inn", " a", " an", "and", " the", " theory", "ab", "abc", "bc", "ö", "日本", "本")
 
 
-def byte_level(words: Sequence[str] = WORDS, specials: Sequence[str] = ("<|end|>",)) -> Tokenizer:
-    """Byte-level BPE: a token per byte, merges towards ``words``, special tokens behind them."""
+def byte_level(
+    words: Sequence[str] = WORDS, specials: Sequence[str] = ("<|end|>",), *, split: bool = True
+) -> Tokenizer:
+    """Byte-level BPE: a token per byte, merges towards ``words``, special tokens behind them; merges may cross the
+    borders of words unless texts are ``split`` there."""
     before = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate(alphabet)}
@@ -25,7 +26,7 @@ def byte_level(words: Sequence[str] = WORDS, specials: Sequence[str] = ("<|end|>
                 vocab[spelt[:end]] = len(vocab)
                 merges.append((spelt[: end - 1], spelt[end - 1]))
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     return Tokenizer(core)

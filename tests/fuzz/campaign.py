@@ -5,8 +5,6 @@
 ``SPECDEC_FUZZ_SEED`` is the first seed, 0 unless set. A failure names its seed.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Seeded mutations of checkpoint folders and of TOML configurations: damage, and what an attacker would write."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -5,8 +5,6 @@ command or call takes ``HANG_S`` seconds of processor time, however busy the mac
 ``BLOCKED_S`` on the clock, which only a process that waits for something can reach.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 Every function takes a ``random.Random`` and returns a ``Mutant``, so a seed and a file's bytes give one mutated file.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

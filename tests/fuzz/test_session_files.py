@@ -5,8 +5,6 @@ too. A forger can also change what no check can know: token ids, and finite numb
 and must then generate or raise an error of specdec's, nothing else.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import random

@@ -4,8 +4,6 @@ Requests wait, come in chunks, change rows, are preempted and cancelled at rando
 target chooses a token from the history alone, so that plain decoding is known.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Callable, Sequence

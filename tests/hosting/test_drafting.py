@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config import Choice
-from specdec.errors import SpecdecError, UnsupportedError
-from specdec.hosting import HostedDrafter, TraceWriter, host_info, read_trace, replay
+from specdec.errors import ConfigError, SpecdecError, UnsupportedError
+from specdec.hosting import HostedDrafter, TraceWriter, chosen_drafter, host_info, read_trace, replay
 from specdec.hosting.drafting import LOOK_EVERY, PAUSE
 from specdec.registry import use_registry
 from tests.hosting.faulty import FAULTS, with_faults
@@ -167,3 +167,27 @@ def test_drafting_pauses_while_it_takes_longer_than_it_can_save(monkeypatch, dra
         history.append(history[-4])
         clock.now += pass_seconds
     assert drafter.pauses == 2 * pauses
+
+
+# --- which drafter the environment names ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "choice"),
+    [("suffix", Choice("suffix")), ('{ name = "suffix", min_match = 2 }', Choice("suffix", {"min_match": 2}))],
+)
+def test_a_name_or_a_table(named, choice):
+    assert chosen_drafter(environment={"SPECDEC_DRAFTER": named}) == choice
+
+
+@pytest.mark.parametrize("named", ["{", " ", '{"name": "ngram"}', "[1", '"suffix'])
+def test_another_text_is_refused_with_the_variable(named):
+    with pytest.raises(ConfigError, match="SPECDEC_DRAFTER is a name or a TOML table") as refused:
+        chosen_drafter(environment={"SPECDEC_DRAFTER": named})
+    assert "-s" not in str(refused.value).split()
+
+
+@pytest.mark.parametrize("environment", [{}, {"SPECDEC_DRAFTER": "auto"}])
+def test_no_drafter_is_named(environment):
+    with pytest.raises(ConfigError, match="no drafter is named for this host"):
+        chosen_drafter(environment=environment)

@@ -1,50 +1,25 @@
 """Each switch is the mistake that it says it is: its drafts equal those of an oracle that makes the same one.
 
-The oracles are float64 numpy, straight from the equations (``models/mtp_oracle.py``), and share no code with us.
+The oracle is made of transformers' layers (``models/mtp_oracle.py``).
 """
 
 import pytest
 
 from specdec.errors import UnsupportedError
 from specdec.measuring.ablations import SWITCHES, AblatedLM, inapplicable
-from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel
 from tests import tiny
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of
 from tests.models.mtp_oracle import MtpOracle
-from tests.models.test_families_mtp import QwenMoeOracle
 from tests.tiny_families import SHAPES
 
-MISTAKES = {"hidden-pre-norm": "prenorm_hidden", "chain-pre-norm": "prenorm_chain", "gate-silu": "silu_gate"}
-COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = 9
 
 
-def with_mistake(oracle, switch):
-    """The oracle, making a mistake of ours."""
-    right = oracle.mtp
-    if switch in MISTAKES:
-        oracle.mistake = MISTAKES[switch]
-    elif switch == "no-rotary":
-
-        def unrotated(tokens, hidden):
-            oracle._rotate = lambda x: x
-            try:
-                return right(tokens, hidden)
-            finally:
-                del oracle._rotate
-
-        oracle.mtp = unrotated
-    elif switch == "no-prefill":  # the first pair that makes a draft is the last one of the prompt
-        first = PROMPT - 2
-        oracle.mtp = lambda tokens, hidden: right(tokens[first:], hidden[first:])
-    return oracle
-
-
 CASES = [
-    *(("qwen3_5", name, tiny.QWEN3_5_SHAPES[name], MtpOracle) for name in ("r3-gqa3-untied", "attention-only")),
+    *(("qwen3_5", name, tiny.QWEN3_5_SHAPES[name]) for name in ("r3-gqa3-untied", "attention-only")),
     *(
-        pytest.param(family, name, shape, QwenMoeOracle, marks=pytest.mark.slow)
+        pytest.param(family, name, shape, marks=pytest.mark.slow)
         for family in ("qwen3_5_moe", "qwen3_next")
         for name, shape in list(SHAPES[family].items())[:1]
     ),
@@ -52,13 +27,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("switch", [*SWITCHES, "none"])
-@pytest.mark.parametrize(("family", "shape", "settings", "oracle"), CASES)
+@pytest.mark.parametrize(("family", "shape", "settings"), CASES)
 def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
-    switch, family, shape, settings, oracle, kernels, checkpoint, make_target
+    switch, family, shape, settings, kernels, checkpoint, make_target
 ):
     """After the prompt, and after cycles in which all, some and none of the draft were accepted."""
     target = make_target(family, kernels=kernels, **settings)
-    wrong = with_mistake(oracle(checkpoint(family, dtype="float32", **settings)), switch)
+    # without the prompt, the first pair that makes a draft is its last one
+    first = PROMPT - 2 if switch == "no-prefill" else 0
+    wrong = MtpOracle(checkpoint(family, dtype="float32", **settings), switch, first=first)
     run = Run(AblatedLM(target, () if switch == "none" else (switch,)))
     run.prefill(prompt_of(PROMPT), [4])  # in two chunks
     for cycle, accepted in enumerate((3, 0, 1)):

@@ -1,7 +1,5 @@
 """An audit of other engines finds what is wrong, calls a tie a tie, and says when it cannot tell."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -227,15 +225,6 @@ def test_bytes_and_ends_are_not_judged():
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_server_is_asked_as_the_toy_itself_is():
-    toy = Toy(depth=3, keeps=1)
-    with stub(Toy()) as plain, stub(toy) as other:
-        report = audited(ServerEngine(plain + "/v1/"), ServerEngine(other))
-    direct = audited(ToyEngine(Toy()), ToyEngine(toy))
-    assert report.speculation == direct.speculation
-    assert report.plain == f"toy at {plain}/v1"
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x/", "http://x:99999", "http://x/?q=1"])

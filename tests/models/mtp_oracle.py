@@ -1,12 +1,10 @@
-"""An independent oracle of the Qwen3.5 trunk and its MTP head: float64 numpy, straight from the equations.
+"""An oracle of trunks and their MTP heads: transformers' decoder layers in float32, which share no code with specdec.
 
-It shares no code with specdec: it reads the safetensors itself, computes with ``tests/backends/oracle.py``, and keeps
-no state at all. Every answer is computed from the whole list of tokens, so there is nothing to roll back and nothing
-that gets out of step. Positions are 0, 1, 2, ...; row i of a hidden array belongs to token i.
+It keeps no state at all. Every answer is computed from the whole list of tokens, so there is nothing to roll back and
+nothing that gets out of step. The library loads a head's layers as further layers of the trunk; what a head has beside
+them is read here. Positions are 0, 1, 2, ...; row i of a hidden array belongs to token i.
 
-``mistake`` switches one convention to a wrong one: ``silu_gate`` (the attention's output gate is silu in place of
-sigmoid), ``prenorm_hidden`` (h from before the trunk's final norm) or ``prenorm_chain`` (chained steps feed the vector
-from before mtp.norm). ``tests/measuring/test_ablation.py`` compares with them.
+``mistake`` is a switch of ``specdec.measuring.ablations``, which ``tests/measuring/test_ablation.py`` compares with.
 """
 
 from __future__ import annotations
@@ -15,132 +13,111 @@ import functools
 import json
 import pathlib
 from collections.abc import Sequence
+from unittest import mock
 
-import numpy as np
+import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
 
-from specdec.backends.ops import DeltaShape
-from tests.backends.oracle import attend, conv_window, gated_delta, rms_norm, sigmoid, silu
+from specdec.checkpoints import text_config
+from tests.tiny_families import TRANSFORMERS
 
-Float64 = NDArray[np.float64]
+CLASSES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM", **TRANSFORMERS}
+QWEN = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "shared_head.norm": "mtp.norm",
+    "shared_head.head": "mtp.lm_head",
+    "embed_tokens": "mtp.embed_tokens",
+}
 
 
 class MtpOracle:
-    """Tokens in, hidden states, logits and drafts out."""
+    """Tokens in, drafts out."""
 
-    def __init__(self, folder: pathlib.Path, mistake: str | None = None, noise: float = 0.0) -> None:
-        """``noise``: relative, added to every weight."""
-        self.mistake, self._folder, rng = mistake, folder, np.random.default_rng(0)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.c = config.get("text_config", config)
-        self.w: dict[str, Float64] = {}
+    def __init__(self, folder: pathlib.Path, mistake: str = "", *, first: int = 0, noise: float = 0.0) -> None:
+        """``first``: the pair that the head begins with; ``noise``: relative, added to every weight."""
+        transformers = pytest.importorskip("transformers")
+        self._made, self.mistake, self.first = (folder, mistake), mistake, first
+        c = text_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        family = c["model_type"].removesuffix("_text")
+        self.last, self.qwen = c["num_hidden_layers"], family.startswith("qwen")
+        self.modules = range(self.last, self.last + (1 if self.qwen else c["num_nextn_predict_layers"]))
+        changes = {"num_hidden_layers": self.modules.stop}
+        if self.qwen:
+            changes["layer_types"] = [*c["layer_types"], "full_attention"]
+        kind = getattr(transformers, CLASSES[family])
+        w: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    short = name.replace("model.language_model.", "").removeprefix("model.")
-                    weight = tensors.get_tensor(name).to(torch.float64).numpy()
-                    self.w[short] = weight * (1 + noise * rng.standard_normal(weight.shape))
-        rope = self.c["rope_parameters"]
-        self.rotary = int(self.c["head_dim"] * rope["partial_rotary_factor"])
-        self.theta = float(rope["rope_theta"])
-        self.head = self.w["embed_tokens.weight" if self.c["tie_word_embeddings"] else "lm_head.weight"]
-        dedicated = self.c.get("mtp_use_dedicated_embeddings", False)
-        self.mtp_table = self.w["mtp.embed_tokens.weight" if dedicated else "embed_tokens.weight"]
-        shared = self.mtp_table if self.c["tie_word_embeddings"] else self.head
-        self.mtp_head = self.w.get("mtp.lm_head.weight", shared)
+            w |= load_file(file)
+        w = {name.replace("model.language_model.", "model."): weight.float() for name, weight in w.items()}
+        some = torch.Generator().manual_seed(0)
+        self.w = {name: weight * (1 + noise * torch.randn(weight.shape, generator=some)) for name, weight in w.items()}
+        whole = kind.from_pretrained(
+            None,
+            config=kind.config_class(**{**c, **changes}),
+            state_dict={name.replace("mtp.layers.0.", f"model.layers.{self.last}."): w for name, w in self.w.items()},
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
+        self.model, self.eps, self.tied = whole.model, c["rms_norm_eps"], c["tie_word_embeddings"]
+        self.head = whole.lm_head.weight
 
     @functools.cached_property
     def nearby(self) -> MtpOracle:
         """The same with weights that are off by a rounding to float32: how far its answers are from ours is how much
         they depend on rounding."""
-        return MtpOracle(self._folder, self.mistake, 2.0**-23)
+        return MtpOracle(*self._made, first=self.first, noise=2.0**-23)
 
-    # --- the trunk ---------------------------------------------------------------------------------------------------
+    def _own(self, module: int, name: str) -> Tensor | None:
+        """A weight that the head has beside its layers."""
+        return self.w.get(f"{QWEN[name] if self.qwen else f'model.layers.{module}.{name}'}.weight")
 
-    def hidden(self, tokens: Sequence[int]) -> tuple[Float64, Float64]:
-        """``[n, H]`` before and after the final norm."""
-        x = self.w["embed_tokens.weight"][list(tokens)]
-        for i, kind in enumerate(self.c["layer_types"]):
-            at = f"layers.{i}."
-            y = self._rms(x, self.w[at + "input_layernorm.weight"])
-            x = x + (self._attention(y, at, "sigmoid") if kind == "full_attention" else self._delta_net(y, at))
-            x = x + self._mlp(self._rms(x, self.w[at + "post_attention_layernorm.weight"]), at)
-        return x, self._rms(x, self.w["norm.weight"])
+    def _rms(self, x: Tensor, module: int, name: str) -> Tensor:
+        weight = self._own(module, name)
+        assert weight is not None
+        return functional.rms_norm(x, x.shape[-1:], weight + self.qwen, self.eps)
 
-    def logits(self, tokens: Sequence[int]) -> Float64:
-        """``[n, V]``: row i predicts token i + 1."""
-        return self.hidden(tokens)[1] @ self.head.T
-
-    def _rms(self, x: Float64, offset: Float64) -> Float64:
-        return rms_norm(x, 1 + offset, self.c["rms_norm_eps"])
-
-    def _mlp(self, y: Float64, at: str) -> Float64:
-        gate, up, down = (self.w[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return (silu(y @ gate.T) * (y @ up.T)) @ down.T
-
-    def _attention(self, y: Float64, at: str, gate_kind: str) -> Float64:
-        rows, heads, kv, dim = len(y), self.c["num_attention_heads"], self.c["num_key_value_heads"], self.c["head_dim"]
-        at += "self_attn."
-        pair = (y @ self.w[at + "q_proj.weight"].T).reshape(rows, heads, 2 * dim)
-        q, gate = pair[..., :dim], pair[..., dim:]
-        k = (y @ self.w[at + "k_proj.weight"].T).reshape(rows, kv, dim)
-        v = (y @ self.w[at + "v_proj.weight"].T).reshape(rows, kv, dim)
-        q = self._rotate(self._rms(q, self.w[at + "q_norm.weight"]))
-        k = self._rotate(self._rms(k, self.w[at + "k_norm.weight"]))
-        out = attend(q, k, v, dim**-0.5) * (silu(gate) if gate_kind == "silu" else sigmoid(gate))
-        return out.reshape(rows, heads * dim) @ self.w[at + "o_proj.weight"].T
-
-    def _rotate(self, x: Float64) -> Float64:
-        half = self.rotary // 2
-        angle = np.arange(len(x))[:, None] * self.theta ** (-2 * np.arange(half) / self.rotary)
-        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        out = x.copy()
-        out[..., :half] = x[..., :half] * cos - x[..., half : self.rotary] * sin
-        out[..., half : self.rotary] = x[..., half : self.rotary] * cos + x[..., :half] * sin
-        return out
-
-    def _delta_net(self, y: Float64, at: str) -> Float64:
-        c, at = self.c, at + "linear_attn."
-        shape = DeltaShape(
-            key_heads=c["linear_num_key_heads"],
-            value_heads=c["linear_num_value_heads"],
-            key_dim=c["linear_key_head_dim"],
-            value_dim=c["linear_value_head_dim"],
-            kernel=c["linear_conv_kernel_dim"],
+    def _layer(self, x: Tensor, number: int) -> Tensor:
+        """``x [n, H]`` through one layer."""
+        at, mask = torch.arange(len(x))[None], torch.full((1, 1, len(x), len(x)), -torch.inf).triu(1)
+        layer, cos, sin = self.model.layers[number], *self.model.rotary_emb(x[None], at)
+        if self.mistake == "no-rotary" and number >= self.last:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        recurrent = getattr(layer, "block_type", "") == "linear_attention"
+        out = layer(
+            x[None], attention_mask=None if recurrent else mask, position_ids=at, position_embeddings=(cos, sin)
         )
-        raw, z, b, a = (y @ self.w[f"{at}in_proj_{name}.weight"].T for name in ("qkv", "z", "b", "a"))
-        u = conv_window(np.pad(raw, ((shape.kernel - 1, 0), (0, 0))), self.w[at + "conv1d.weight"][:, 0])
-        zeros = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim))
-        out, _ = gated_delta(u, a, b, self.w[at + "A_log"], self.w[at + "dt_bias"], shape, zeros)
-        gated = rms_norm(out, self.w[at + "norm.weight"], c["rms_norm_eps"]) * silu(z.reshape(out.shape))
-        return gated.reshape(len(y), -1) @ self.w[at + "out_proj.weight"].T
+        return (out[0] if isinstance(out, tuple) else out).view(x.shape)
 
-    # --- the head ----------------------------------------------------------------------------------------------------
-
-    def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[Float64]]:
+    @torch.no_grad()
+    def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[object]]:
         """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
-        before, after = self.hidden(tokens[:-1])
-        hidden, paired = list(before if self.mistake == "prenorm_hidden" else after), list(tokens[1:])
-        drafted: list[int] = []
-        logits: list[Float64] = []
-        for _ in range(depth):
-            unnormed, normed = self.mtp(paired, np.array(hidden))
-            row = normed[-1] @ self.mtp_head.T
-            drafted.append(int(row.argmax()))
-            logits.append(row)
-            hidden.append(unnormed[-1] if self.mistake == "prenorm_chain" else normed[-1])
-            paired.append(drafted[-1])
-        return drafted, logits
-
-    def mtp(self, tokens: Sequence[int], hidden: Float64) -> tuple[Float64, Float64]:
-        """The head over all pairs ``(hidden[j], tokens[j])``: ``[n, H]`` before and after ``mtp.norm``."""
-        e = self._rms(self.mtp_table[list(tokens)], self.w["mtp.pre_fc_norm_embedding.weight"])
-        h = self._rms(hidden, self.w["mtp.pre_fc_norm_hidden.weight"])
-        x = np.concatenate((e, h), axis=-1) @ self.w["mtp.fc.weight"].T
-        at = "mtp.layers.0."
-        y = self._rms(x, self.w[at + "input_layernorm.weight"])
-        x = x + self._attention(y, at, "silu" if self.mistake == "silu_gate" else "sigmoid")
-        x = x + self._mlp(self._rms(x, self.w[at + "post_attention_layernorm.weight"]), at)
-        return x, self._rms(x, self.w["mtp.norm.weight"])
+        known, logits = list(tokens), list[object]()
+        trunk = self.model.embed_tokens(torch.tensor(tokens[:-1]))
+        for number in range(self.last):
+            trunk = self._layer(trunk, number)
+        trunk = trunk if self.mistake == "hidden-pre-norm" else self.model.norm(trunk)
+        hidden, out, paired = trunk[self.first :], torch.empty(0), list[int]()
+        for step in range(depth):
+            module = self.modules[min(step, len(self.modules) - 1)]
+            if step < len(self.modules):  # for every position, over the module before
+                hidden, paired = out if step else hidden, known[self.first + step + 1 : step + len(tokens)]
+            else:
+                hidden, paired = torch.cat([hidden, out[-1:]]), [*paired, known[-1]]
+            own = self._own(module, "embed_tokens")
+            table = self.model.embed_tokens.weight if own is None else own
+            pairs = self._rms(table[paired], module, "enorm"), self._rms(hidden, module, "hnorm")
+            wrong = functional.silu if self.mistake == "gate-silu" else torch.sigmoid
+            with mock.patch.object(torch, "sigmoid", wrong):
+                x = self._layer(torch.cat(pairs, -1) @ self._own(module, "eh_proj").T, module)  # type: ignore[union-attr]
+            normed = self._rms(x, module, "shared_head.norm")
+            head = self._own(module, "shared_head.head")
+            logits.append((normed[-1] @ ((table if self.tied else self.head) if head is None else head).T).numpy())
+            out = x if self.mistake == "chain-pre-norm" else normed
+            known.append(int(logits[-1].argmax()))  # type: ignore[attr-defined]
+        return known[len(tokens) :], logits

@@ -7,6 +7,7 @@ from specdec.contract import DrafterSpec, MtpPairs, Needs
 from specdec.drafters.none import NoDrafter
 from specdec.errors import UnsupportedError
 from tests import tiny
+from tests.plugin_objects import plugin_of
 
 
 def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypatch):
@@ -37,24 +38,12 @@ def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypa
         (Needs(mtp=True), "an MTP head, and this qwen3 checkpoint has none"),
     ],
 )
-def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(needs, said, checkpoint, make_target):
+def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(needs, said, checkpoint, make_target, install):
     """For needs that are known beforehand, and for those that a drafter's own checkpoint decides."""
-    from specdec.registry import BUILT_INS, Registry, use_registry
-
     with pytest.raises(UnsupportedError, match=said):
         make_target("qwen3").new_state(8, needs)
     for given in (needs, lambda config, shared: needs):
-
-        class Plugin:
-            @specdec.hookimpl
-            def specdec_drafters(self, given=given):
-                return [DrafterSpec(name="needy", factory=lambda config, env: NoDrafter(config, env), needs=given)]
-
-        registry = Registry(BUILT_INS, entry_points=())
-        registry.register(Plugin())
-        former = use_registry(registry)
-        try:
-            with pytest.raises(UnsupportedError, match=f"the drafter 'needy' needs .*{said}"):
-                specdec.load(str(checkpoint("qwen3")), drafter="needy", depth=1)
-        finally:
-            use_registry(former)
+        spec = DrafterSpec(name="needy", factory=NoDrafter, needs=given)
+        install(plugin_of(specdec_drafters=lambda self, spec=spec: [spec]))
+        with pytest.raises(UnsupportedError, match=f"the drafter 'needy' needs .*{said}"):
+            specdec.load(str(checkpoint("qwen3")), drafter="needy", depth=1)

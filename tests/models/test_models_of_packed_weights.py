@@ -18,7 +18,8 @@ from tests import tiny
 from tests.backends.families import check_drafter
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.quantised import mlx_layout
-from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
+from tests.checkpoints.quantised.test_mlx_affine import FAMILIES
+from tests.checkpoints.quantised.test_quantised_models import outputs_of as logits
 from tests.decoding.test_lossless import adversarial, mtp, partly_right
 from tests.selection import cases
 from tests.tiny_families import write_qwen2
@@ -28,10 +29,6 @@ pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason
 
 def folder_of(tmp_path, family):
     return tiny.WRITERS[family](tmp_path / "source", **FAMILIES[family])
-
-
-def logits(target, tokens=PROMPT):
-    return torch.as_tensor(target.decode(target.new_state(32), list(tokens)).need_logits().rows()).clone()
 
 
 def check_speculation(folder, target):

@@ -11,18 +11,16 @@ import pytest
 import torch
 
 from specdec.contract import Needs
-from tests import tiny
 from tests.comparisons import record
-from tests.tiny_families import SHAPES, TRANSFORMERS
+from tests.models.mtp_oracle import CLASSES
+from tests.tiny_families import ALL_SHAPES
 
-CLASSES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM", **TRANSFORMERS}
-FAMILIES = {"qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES, **SHAPES}
 TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no multiple of anything
 FLOAT32_BOUND = 1e-4
 
 CASES = [
     pytest.param(family, name, marks=[pytest.mark.slow] * (number > 0))
-    for family, shapes in FAMILIES.items()
+    for family, shapes in ALL_SHAPES.items()
     for number, name in enumerate(shapes)
 ]
 FEEDS = {
@@ -73,7 +71,7 @@ def reference(checkpoint):
     @functools.cache
     def computed(family, name):
         # transformers' text class reads the text layout; names do not change a weight
-        shape = {key: value for key, value in FAMILIES[family][name].items() if key not in ("vl", "shards")}
+        shape = {key: value for key, value in ALL_SHAPES[family][name].items() if key not in ("vl", "shards")}
         model, info = getattr(transformers, CLASSES[family]).from_pretrained(
             checkpoint(family, **shape, dtype="float32"),
             dtype=torch.float32,
@@ -100,7 +98,7 @@ def reference(checkpoint):
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_logits_and_hidden_states_equal_transformers(family, name, kernels, make_target, reference, record_property):
     wanted = reference(family, name)
-    target = make_target(family, kernels=kernels, **FAMILIES[family][name])
+    target = make_target(family, kernels=kernels, **ALL_SHAPES[family][name])
     # the comparison can fail: logits are spread and the argmax moves from position to position
     assert len(set(wanted["logits"].argmax(-1).tolist())) > TOKENS // 4
     worst = 0.0

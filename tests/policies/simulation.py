@@ -1,7 +1,5 @@
 """Scripted acceptance and cost processes for depth policies. No clock is read: seconds are what the script says."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,6 @@
 """Cost tables: lines between what was measured, what measuring leaves alone, and files that belong to one machine."""
 
+import pwd
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs
 from specdec.errors import UnsupportedError
 from specdec.records import machine
 from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
+from specdec.records.store import cache_folder
 
 seconds = st.floats(1e-9, 1e3)
 
@@ -249,3 +251,33 @@ def test_off_keeps_nothing(demo, monkeypatch):
     monkeypatch.setenv("SPECDEC_COSTS", "off")
     assert costs_folder() is None
     assert costs_of(demo, []).verify[1] > 0.0
+
+
+# --- where they are kept ----------------------------------------------------------------------------------------------
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.delenv("SPECDEC_CACHE_DIR", raising=False)
+    monkeypatch.delenv("SPECDEC_COSTS", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_folder() == Path("/home/somebody/.cache/specdec")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder() == Path("/caches/specdec")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", "/elsewhere")
+    assert cache_folder() == Path("/elsewhere")
+    assert costs_folder() == Path("/elsewhere/costs")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("SPECDEC_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(UnsupportedError, match="HOME is not set") as caught:
+        cache_folder()
+    assert caught.value.facts["try"] == "SPECDEC_CACHE_DIR=FOLDER"
+    monkeypatch.delenv("SPECDEC_COSTS", raising=False)
+    assert costs_folder() is None

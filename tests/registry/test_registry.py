@@ -8,8 +8,8 @@ import pytest
 
 from specdec.contract import CycleRecord, Draft, Drafter, DrafterSpec, VerifierSpec
 from specdec.errors import ConfigError, NoMemoryError, PluginError, UnknownNameError
-from specdec.hookspecs import hookimpl
 from specdec.registry import Kind, Registry, calling, notify_cycle
+from tests.plugin_objects import plugin_of
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -150,75 +150,44 @@ def test_an_unknown_name_says_what_is_there_what_is_not_and_what_is_near(ship):
     assert isinstance(error, ConfigError)
 
 
-@pytest.mark.parametrize("kind", ["drafter", "verifier", "depth_policy", "backend", "model"])
-def test_every_kind_has_an_error_for_an_unknown_name(kind):
-    with pytest.raises(UnknownNameError, match="'nobody'"):
-        getattr(Registry((), entry_points=()), kind)("nobody")
-
-
 def test_registering_by_hand_fails_at_once_and_leaves_nothing():
-    class Mine:
-        @hookimpl
-        def specdec_verifiers(self):
-            return [VerifierSpec(name="mine", factory=lambda config: None)]
-
-        @hookimpl
-        def specdec_cycle(self, record):
-            raise AssertionError
+    def mine():
+        specs = [VerifierSpec(name="mine", factory=lambda config: None)]
+        return plugin_of(specdec_verifiers=lambda self: specs, specdec_cycle=lambda self, record: pytest.fail("called"))
 
     registry = Registry((), entry_points=())
-    registry.register(Mine())
+    registry.register(mine())
     assert registry.verifier("mine").name == "mine"
     with pytest.raises(PluginError, match="2 plugins provide a verifier"):
-        registry.register(Mine())
+        registry.register(mine())
     assert len(registry.entries(Kind.VERIFIER)) == 1
     with pytest.raises(PluginError, match="implements no hook"):
         registry.register(object())
 
 
 def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on(monkeypatch):
-    seen = []
+    seen, failed = [], []
 
-    class Good:
-        @hookimpl
-        def specdec_cycle(self, record):
-            seen.append(record)
+    def fails(self, record):
+        failed.append(record)
+        raise OSError("disk full")
 
-    class Bad:
-        calls = 0
-
-        @hookimpl
-        def specdec_cycle(self, record):
-            Bad.calls += 1
-            raise OSError("disk full")
-
-    registry = Registry((Good(), Bad()), entry_points=())
+    observers = (lambda self, record: seen.append(record)), fails
+    registry = Registry([plugin_of(specdec_cycle=observer) for observer in observers], entry_points=())
     monkeypatch.setattr("specdec.registry.lookup._current", registry)
     notify_cycle(RECORD)  # nothing is loaded before somebody asks for a plugin
-    assert (seen, Bad.calls) == ([], 0)
+    assert seen == failed == []
     registry.load()
     for _ in range(3):
         notify_cycle(RECORD)
     assert seen == [RECORD] * 3
-    assert Bad.calls == 1
+    assert failed == [RECORD]
     assert [failure.reason for failure in registry.failures] == ["OSError: disk full"]
 
 
-def test_the_first_forward_pass_wins_and_a_failing_one_is_named():
-    class Leaves:
-        @hookimpl
-        def specdec_forward_pass(self, target_config):
-            return None
-
-    class Breaks:
-        @hookimpl
-        def specdec_forward_pass(self, target_config):
-            raise RuntimeError("no engine")
-
-    target = types.SimpleNamespace(model="demo")
-    assert Registry((Leaves(),), entry_points=()).forward_pass(target) is None
-    with pytest.raises(PluginError, match="'Breaks' failed in specdec_forward_pass: RuntimeError: no engine"):
-        Registry((Leaves(), Breaks()), entry_points=()).forward_pass(target)
+def test_a_plugin_that_leaves_the_forward_pass_to_others_gives_none():
+    leaves = plugin_of(specdec_forward_pass=lambda self, target_config: None)
+    assert Registry((leaves,), entry_points=()).forward_pass(types.SimpleNamespace(model="demo")) is None
 
 
 @pytest.mark.parametrize(
@@ -251,14 +220,12 @@ def test_a_plugin_that_asks_for_the_registry_while_it_loads_is_told_so(ship, mon
 def test_an_interrupted_load_goes_on_where_it_was():
     interrupts = [KeyboardInterrupt]
 
-    class Slow:
-        @hookimpl
-        def specdec_drafters(self):
-            if interrupts:
-                raise interrupts.pop()
-            return [DrafterSpec(name="slow", factory=Drafter)]
+    def slow(self):
+        if interrupts:
+            raise interrupts.pop()
+        return [DrafterSpec(name="slow", factory=Drafter)]
 
-    registry = Registry((*LIGHT, Slow()), entry_points=())
+    registry = Registry((*LIGHT, plugin_of(specdec_drafters=slow)), entry_points=())
     with pytest.raises(KeyboardInterrupt):
         registry.load()
     assert registry.drafter("slow").name == "slow"

@@ -1,7 +1,5 @@
 """Servers that tests start, as a user does, and raw requests to them."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

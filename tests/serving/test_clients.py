@@ -1,7 +1,5 @@
 """Programs that people use, against a server started as a user starts it: the same text as ``specdec generate``."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -14,6 +14,7 @@ from specdec.errors import CheckpointError, PromptError
 from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer, rendering
 from specdec.text.chat_template import SOURCE_LIMIT
 from specdec.text.tokenizer import MOST_GROWTH, check_named_tokens, check_parts, limited
+from tests.drafters import two_tokenizers
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -47,17 +48,8 @@ def latin_token():
 
 
 def byte_fallback():
-    """The SentencePiece kind (Llama 2, Gemma): ▁ before words, <0xNN> for the bytes of characters without a piece."""
-    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdé€", "▁a", "bc", "▁abc", "�"]
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    merges = [("▁", "a"), ("b", "c"), ("▁a", "bc")]
-    core = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    core.add_special_tokens(SPECIAL)
-    return core
+    """The SentencePiece kind (Llama 2, Gemma)."""
+    return two_tokenizers.sentence_piece((" abc", "bc", "d", "é", "€", "�"), ["<s>", *SPECIAL]).core
 
 
 def word_piece():

@@ -51,8 +51,6 @@ class Uniform:
     def __mul__(self, other: Fraction) -> Uniform:
         return Uniform(self._paths, self.interval, self._factor * Fraction(other))
 
-    __rmul__ = __mul__
-
     def _below(self, bound: object) -> bool:
         bound = Fraction(bound)  # type: ignore[arg-type]
         if self._factor == 0:
@@ -71,11 +69,6 @@ class Uniform:
         return self._below(other)
 
     __le__ = __lt__  # single points have measure 0
-
-    def __gt__(self, other: object) -> bool:
-        return not self._below(other)
-
-    __ge__ = __gt__
 
 
 def branches(run: Callable[[Callable[[], Uniform]], object]) -> Iterator[tuple[Fraction, object]]:
@@ -179,15 +172,15 @@ def _complete(
 
 
 def sampled_drafts(
-    draft: Laws, depth: int, vocab: int, *, handed: Laws | None = None
+    draft: Laws, depth: int, vocab: int
 ) -> Iterator[tuple[Fraction, tuple[int, ...], list[np.ndarray] | None]]:
-    """All drafts drawn from ``draft``; ``handed`` replaces the laws handed over (a dishonest drafter)."""
+    """All drafts drawn from ``draft``."""
     for drafted in itertools.product(range(vocab), repeat=depth):
         weight = Fraction(1)
         for i, token in enumerate(drafted):
             weight *= draft(drafted[:i])[token]
         if weight:
-            yield weight, drafted, [array((handed or draft)(drafted[:i])) for i in range(depth)]
+            yield weight, drafted, [array(draft(drafted[:i])) for i in range(depth)]
 
 
 def point_drafts(
@@ -198,8 +191,3 @@ def point_drafts(
     for _ in range(depth):
         drafted = (*drafted, choose(drafted))
     yield Fraction(1), drafted, None
-
-
-def distance(one: dict[tuple[int, ...], Fraction], other: dict[tuple[int, ...], Fraction]) -> Fraction:
-    """Total variation."""
-    return sum((abs(one[key] - other[key]) for key in one), Fraction(0)) / 2

@@ -1,19 +1,19 @@
 """Exact sampling: the output depends on target, prompt, settings and seed; rows have their own history."""
 
 import attrs
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec import sampling as production
 from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
-from specdec.sampling import Purpose, Rows, gumbel, philox, survivors, uniforms
+from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
 from specdec.testing import Memory, TableModel, strategies
 from specdec.testing.engine_run import ScriptedDrafter, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.table_model import TableLogits
-from specdec.testing.verifier_cases import Case, cases
+from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
 
@@ -55,19 +55,16 @@ def check_independence(prompt, depths, sampling, memory, wrong, count=14):
     assert not stats.inactive_reason
 
 
-@examples(300)
-@given(
-    prompt=strategies.tokens(VOCAB, min_size=1),
-    depths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    sampling=strategies.samplings(VOCAB),
-    memory=st.sampled_from(Memory),
-    wrong=st.lists(st.integers(0, 2), min_size=1, max_size=5),
-    grammar=st.booleans(),
-)
-def test_drafter_depth_and_cycle_boundaries_cannot_change_the_output(prompt, depths, sampling, memory, wrong, grammar):
-    if grammar:
-        sampling = attrs.evolve(sampling, processors=(EveryOther(),), banned=(), end_tokens=())
-    check_independence(prompt, depths, sampling, memory, wrong)
+def test_draft_tokens_that_a_processor_forbids_are_cut_and_counted():
+    drafted = []
+
+    def script(history, number):
+        drafted.append(number)
+        return 1
+
+    sampling, model = Sampling(processors=(EveryOther(),)), MODELS[Memory.ATTENTION]
+    _, stats = run_engine(model, StrictVerifier(), lambda env: ScriptedDrafter(script), [2], 12, [3], sampling)
+    assert 0 < sum(stats.offered) == len(drafted) - stats.forbidden < len(drafted)
 
 
 def check_rows_have_their_own_history(case):
@@ -81,27 +78,6 @@ def check_rows_have_their_own_history(case):
 @given(cases())
 def test_every_row_follows_the_law_written_out_by_hand(case):
     check_rows_have_their_own_history(case)
-
-
-def test_a_repeated_draft_token_is_penalised_in_the_next_row():
-    """The case behind it: row 1 must count x_1, which is not committed yet."""
-    draft, history = Draft((2, 2)), [0, 1]
-    case = Case(np.zeros((3, 4), np.float32), history, draft, Sampling(temperature=1.0, frequency_penalty=1.0), 1)
-    check_rows_have_their_own_history(case)
-    rows = Rows(TableLogits(case.rows), draft.tokens, case.context())
-    assert rows.distribution(0)[2] > rows.distribution(1)[2] > rows.distribution(2)[2]
-
-
-def test_minimum_length_ends_inside_a_block():
-    sampling = Sampling(temperature=1.0, min_new_tokens=2, end_tokens=(3,))
-    rows = Rows(TableLogits(np.zeros((4, 4), np.float32)), (0, 0, 0), Context([1], sampling, generated_from=1))
-    assert [rows.distribution(row)[3] > 0 for row in range(4)] == [False, False, True, True]
-
-
-def test_the_mask_of_a_grammar_moves_with_the_row():
-    sampling = Sampling(temperature=1.0, processors=(EveryOther(),))
-    rows = Rows(TableLogits(np.zeros((3, 4), np.float32)), (1, 2), Context([0], sampling, generated_from=1))
-    assert [set(np.flatnonzero(rows.distribution(row))) for row in range(3)] == [{1, 3}, {0, 2}, {1, 3}]
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------
@@ -172,23 +148,22 @@ def test_noise_differs_by_seed_position_purpose_and_cycle():
         assert not (other == base).any()
 
 
-def test_the_gumbel_race_has_the_law_of_the_softmax():
-    law = np.array([0.5, 0.25, 0.2, 0.05])
-    wins = np.bincount(
-        [int(np.argmax(np.log(law) + gumbel(seed, 3, np.arange(4), Purpose.TOKEN))) for seed in range(8_000)],
-        minlength=4,
-    )
-    assert goodness_of_fit(wins, law).passes(1e-4)
+@pytest.mark.slow
+def test_a_large_vocabulary_keeps_its_tail():
+    """V = 248 320, Zipf: sums in float32 lose the tail, and with it the law of the rare tokens."""
+    weights = 1.0 / np.arange(1, 248_321)
+    logits, edges = TableLogits(np.log(weights).astype(np.float32)[None]), np.array([1, 3, 10, 30, 100, 1_000, 10_000])
+    counts = np.zeros(len(edges) + 1, np.int64)
+    for seed in range(300):
+        context = Context([1], Sampling(temperature=1.0, seed=seed), generated_from=1)
+        counts[np.searchsorted(edges, StrictVerifier().verify(Draft(), logits, context).next_token, side="right")] += 1
+    law = weights / weights.sum()
+    assert goodness_of_fit(counts, [part.sum() for part in np.split(law, edges)]).passes(1e-4)
 
 
 @given(strategies.distributions(6), st.floats(0, 1, exclude_min=True, exclude_max=True))
 def test_draw_never_gives_an_impossible_token(law, u):
     assert law[production.draw(law, u)] > 0
-
-
-def test_draw_follows_the_quantiles():
-    law = np.array([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
-    assert [production.draw(law, u) for u in (1e-12, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 1e-12)] == [1, 1, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 5e-324, 1e-7, 9.99e-7, np.float32(1e-38)])

@@ -3,8 +3,6 @@
 Between passes the shared work memory is filled with NaN, so that a replay which reads what an earlier pass left shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

@@ -5,8 +5,6 @@ before it runs them.
 """
 
 # mypy: allow-untyped-calls
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

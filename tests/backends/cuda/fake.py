@@ -5,8 +5,6 @@ copies and the few computations that passes need are recorded as launches are, a
 every replay all memory that was made under capture is poisoned: a value that is not computed anew shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -2,34 +2,23 @@
 
 import attrs
 import pytest
+import torch
 
 from specdec import pipeline
 from specdec.backends.cuda.kernels import attention
+from specdec.backends.cuda.ops import CudaOps
 from specdec.config import Choice, RunConfig
 from specdec.contract import Needs
 from specdec.errors import UnsupportedError
 from specdec.models.causal_lm import CACHE_SHARE, CausalLM
-from specdec.models.parity import probe_rows
 from tests.backends.cuda.test_models import _short_caches, build  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.slow
-def test_the_probe_at_a_load_reaches_a_second_split(
-    build,  # noqa: F811
-    monkeypatch,
-):
-    """Attention whose rows hang on their number, but only behind the first split."""
-    target, original = build("llama"), attention.attend
-
-    def attend(query, row, **options):
-        mixed = original(query, row, **options)
-        beyond = int(row[0]) + len(query) > int(attention.FINE.value)
-        return mixed + (1e-3 * len(query) if beyond else 0.0)
-
-    monkeypatch.setattr(attention, "attend", attend)
-    assert probe_rows(target) is not None
+def test_the_probe_at_a_load_reaches_a_second_split(new_device):
+    """What lies there is found: ``tests/records/test_parity.py``."""
+    assert CudaOps(new_device(), torch.float32).capabilities.probed_context > attention.FINE.value
 
 
 @pytest.mark.parametrize("mtp", [False, True])

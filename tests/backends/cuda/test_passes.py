@@ -10,8 +10,9 @@ from specdec.errors import ContractError, StateError
 from tests import tiny
 from tests.backends import families
 from tests.backends.cuda.fake import FakeDevice
-from tests.backends.cuda.test_models import TINY
+from tests.backends.cuda.test_models import TINY, _short_caches
 
+__all__ = ["_short_caches"]  # a fixture
 pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(torch.cuda.is_available(), reason="looks into graphs of the interpreter's device"),
@@ -22,11 +23,6 @@ CAPACITY = 200
 HYBRID = TINY["qwen3_5"]
 HIDDEN = Needs(final_hidden=True)
 HEAD = {**HYBRID, "layer_types": ["full_attention"]}
-
-
-@pytest.fixture(autouse=True)
-def _short_caches(monkeypatch):
-    monkeypatch.setattr(memory, "FIRST_ROWS", 64)
 
 
 @pytest.fixture

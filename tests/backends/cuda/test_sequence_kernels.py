@@ -2,8 +2,6 @@
 chunks against float64, splits of attention, and memory that a pass leaves alone. What nobody may read holds NaN.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

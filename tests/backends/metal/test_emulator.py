@@ -1,7 +1,5 @@
 """The emulator: seeded bugs are caught and named, and contraction changes bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

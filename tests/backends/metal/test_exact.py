@@ -3,8 +3,6 @@
 On Linux the text that MLX would compile runs under emulation, on a Mac on its GPU.
 """
 
-from __future__ import annotations
-
 import attrs
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.backends.families import arrays  # noqa: E402
 from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
@@ -75,7 +72,7 @@ def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made, dtype, execu
     assert counted.launches["specdec_gated_delta"] == 9
     together, other = logits(target, [(3, 1), (4, 2), (2, 0), (8, 3), (2, 2)])
     assert np.array_equal(singly.view(np.uint32), together.view(np.uint32))
-    tiny.assert_same_bits(arrays(target, other), arrays(target, one))
+    tiny.assert_same_bits(tiny.state_arrays(target, other), tiny.state_arrays(target, one))
     reference, _ = logits(made(None, dtype), [(8, 8)])
     assert np.ptp(reference) > 5
     assert np.abs(reference - singly).max() <= (1e-4 if dtype == "float32" else 0.05) * np.ptp(reference)

@@ -1,7 +1,5 @@
 """Checkpoints that the compressed-tensors library writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ What mlx-lm 0.32 does to each family is written out from its ``sanitize`` method
 after the other, so that these tests run without MLX and share nothing with the reader.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

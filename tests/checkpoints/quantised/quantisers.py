@@ -4,8 +4,6 @@ The decoded value comes from numpy and from tables written out here, one scale p
 with the decoders under test. Nothing here is a test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

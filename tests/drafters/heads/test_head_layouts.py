@@ -1,6 +1,7 @@
 """Layouts of heads: each tool's is recognised and computes the same; what is unclear is refused by its name."""
 
 import json
+import math
 import shutil
 from functools import partial
 from operator import attrgetter
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
+from specdec.backends.ops import Rope
 from specdec.contract import PrepareEnv
 from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import read_layout
@@ -354,6 +356,7 @@ def mask_of_nvidia(config, tensors):
     config["ptd_token_id"] = 7
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 residual, norm_output = attrgetter("norm_before_residual"), attrgetter("norm_output")
 bidirectional, own_head = attrgetter("bidirectional"), attrgetter("own_head")
 unsaid = partial(change, without="norm_before_residual")
@@ -387,6 +390,14 @@ SWITCHES = {
     ),
     "z-lab's sliding layers": ("dflash-window", zlab, bidirectional, (True, True)),
     "z-lab's windows": ("dflash-window", zlab, attrgetter("window_from_anchor"), False),
+    "z-lab's ids reach the embedding": ("dflash", within(target_layer_ids=[-1, 0, 3]), states, ((0, 1, 4), False)),
+    "z-lab's YaRN": (
+        "dflash",
+        both(zlab, change(without="rope_theta", rope_parameters=YARN)),
+        lambda f: (f.geometry.attention.rope, f.geometry.attention.scale),
+        (Rope.yarn(1e4, 8, factor=4.0, original=8), pytest.approx(8**-0.5 * (1 + 0.1 * math.log(4)) ** 2)),
+    ),
+    "a block's eps": ("dflash", both(zlab, change(rms_norm_eps=1e-2)), attrgetter("geometry.eps"), 1e-2),
     "DFlash drafts masked rows": ("dflash", change(without="sample_from_anchor"), attrgetter("from_anchor"), False),
     "DSpark drafts from the anchor": (
         "dspark-mask-rows",

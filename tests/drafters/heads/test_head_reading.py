@@ -2,12 +2,13 @@
 
 import itertools
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.drafters.heads.recorded_heads import ENDS, RECORDED, Recorded
-from tests.drafters.heads.test_head_layouts import edited, flat, tensor
+from tests.drafters.heads.recorded_heads import ENDS, RECORDED, Recorded, RecordedTarget
+from tests.drafters.heads.test_head_layouts import edited, flat, tensor, zlab
 from tests.drafters.heads.test_recorded_heads import BOUND, run
 
 
@@ -24,6 +25,17 @@ def test_a_bias_of_fc_is_added(tmp_path, monkeypatch):
     fc = load_file(RECORDED / "eagle3" / "model.safetensors")["fc.weight"]
     moved = expected | {"states": expected["states"] - torch.linalg.pinv(fc) @ bias}
     assert run(Recorded.of(folder, moved, (1, 2, 4)), monkeypatch) < BOUND
+
+
+def test_a_block_of_z_labs_takes_the_target_s_embedding_with_its_scale(tmp_path, monkeypatch):
+    right = RecordedTarget.shared_weights
+
+    def scaled(self):
+        shared = right(self)
+        return attrs.evolve(shared, embed_tokens=shared.embed_tokens / 4, embed_scale=4.0)
+
+    monkeypatch.setattr(RecordedTarget, "shared_weights", scaled)
+    assert run(Recorded.load("dflash", folder=edited("dflash", tmp_path / "head", zlab)), monkeypatch) < BOUND
 
 
 def repeated(config, tensors):

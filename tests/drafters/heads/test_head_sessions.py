@@ -5,11 +5,7 @@ import functools
 import pytest
 
 import specdec
-from specdec.drafters.heads.plugin import specdec_drafters
 from tests.drafters.composed import composed, load_base, write_folders
-
-SPECS = {spec.name: spec for spec in specdec_drafters()}
-KINDS = tuple(name for name in SPECS if name != "head")
 
 
 @pytest.fixture(scope="module")
@@ -18,20 +14,16 @@ def base(tmp_path_factory):
     return load_base(write_folders(tmp_path_factory.mktemp("heads")))
 
 
-@pytest.fixture(scope="module")
-def with_head(base):
-    return functools.cache(
-        lambda kind, **options: composed(base, {"name": kind, "model": "random", **options}, (3, 0, 5))
-    )
-
-
-def test_a_head_that_reads_other_states_builds_its_state_again(with_head, tmp_path):
+def test_a_head_that_reads_other_states_builds_its_state_again(base, tmp_path):
     """Keys of the boundaries of one convention are of no use to the other."""
+    reading = functools.cache(
+        lambda ids: composed(base, {"name": "dflash", "model": "random", "layer_ids": ids}, (3, 0, 5))
+    )
     for written, read, same in (("auto", "auto", True), ("auto", "boundary", True), ("boundary", "layer", False)):
-        session = with_head("dflash", layer_ids=written).session()
+        session = reading(written).session()
         session.generate([50, 51, 52, 53], max_new_tokens=4, ignore_eos=True)
         session.save(tmp_path / "session")
-        other = with_head("dflash", layer_ids=read).session()
+        other = reading(read).session()
         other.load(tmp_path / "session")
         report = other.generate(max_new_tokens=4, ignore_eos=True).stats.draft
         assert ("rebuilt" in report, bool(report.get("replayed"))) == (not same, not same)
