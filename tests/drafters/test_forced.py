@@ -72,7 +72,7 @@ def test_sampled_text_keeps_its_distribution():
         assert made[:2] == [1, 2]
         counts[made[2]] += 1
     fit = goodness_of_fit(counts, model.distribution([3, 0, 1, 2]))
-    assert fit.passes(1e-6), fit
+    assert fit >= 1e-6
 
 
 def test_a_schema_forces_its_keys():

@@ -64,7 +64,7 @@ def check_joint_law(verifier, *, draws=DRAWS):
         for number in range(draws):
             tally[emitted(verifier, target, draft, (seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)] += 1
         fit = goodness_of_fit(tally.ravel(), wanted)
-        if fit.passes(P_VALUE):
+        if fit >= P_VALUE:
             return
     raise AssertionError(str(fit))
 
@@ -108,4 +108,4 @@ def test_a_large_vocabulary_keeps_its_tail():
         token = verifier.verify(Draft(), logits, context).next_token
         counts[np.searchsorted(edges, token, side="right")] += 1
     fit = goodness_of_fit(counts, [part.sum() for part in np.split(law, edges)])
-    assert fit.passes(P_VALUE), str(fit)
+    assert fit >= P_VALUE
