@@ -61,7 +61,7 @@ class ScriptedSession:
     """
 
     subject: DrafterSubject
-    model: ForwardPass = attrs.Factory(lambda self: target_for(self.subject), takes_self=True)
+    model: ForwardPass = attrs.field()
     sampling: Sampling = attrs.field(factory=Sampling)
     noise: DraftNoise = DraftNoise.COUPLED
     shared: Any = None
@@ -75,6 +75,10 @@ class ScriptedSession:
     generated_from: int = attrs.field(init=False, default=0)
     drafts: list[tuple[Draft, Draft]] = attrs.field(init=False, factory=list)
     reports: list[tuple[Any, str]] = attrs.field(init=False, factory=list)
+
+    @model.default
+    def _model_for_its_needs(self) -> ForwardPass:
+        return target_for(self.subject)
 
     def __attrs_post_init__(self) -> None:
         if self.shared is None:

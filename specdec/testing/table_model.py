@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -85,7 +85,9 @@ class _Point(NamedTuple):
 class TableHidden(ArrayHidden):
     """The last tokens of each row, and 23 bits of its accumulator, which differ at each layer boundary."""
 
-    concatenate = staticmethod(np.concatenate)
+    @staticmethod
+    def concatenate(arrays: list[Any]) -> Any:
+        return np.concatenate(arrays)
 
     def rows(self) -> Float32:
         rows: Float32 = self.array.astype(np.float32)
@@ -205,7 +207,8 @@ class TableModel(ForwardPass):
         point = self.start
         for token in history:
             point = self._step(point, token)
-        return self._rows([point])[0]
+        row: Float32 = self._rows([point])[0]
+        return row
 
     def distribution(self, history: Sequence[int]) -> Float64:
         """The distribution ``[V]`` of the token after ``history`` at temperature 1."""

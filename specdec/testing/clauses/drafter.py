@@ -106,7 +106,7 @@ def _see(places: Places, tokens: tuple[int, ...], stated: NDArray[np.float64], l
         last = ["the last row"] if row == DEEP - 1 else []  # a drafter may end a draft early, by what it has drawn
         groups = ["all rows", "the first rows" if row < 2 else "rows 2 to 6" if row < 7 else "rows from 7", *last]
         places.add(groups, token, probs, -probs)
-        again = ids + LETTERS * (1.0 * (ids == [last_token, *tokens][row]) - np.isin(ids, tokens[: min(row, 1)]))
+        again = ids + LETTERS * (ids == [last_token, *tokens][row]) - LETTERS * (row > 0) * (ids == tokens[0])
         places.add(["the token before and the first one"], token, probs, again)
         after = [f"after a place in quarter {int(4 * places.add(after, token, probs, ids))}"]
 
