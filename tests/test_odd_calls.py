@@ -30,7 +30,7 @@ from specdec.measuring.acceptance import AcceptanceMeasurement
 from specdec.measuring.bench import BenchMeasurement
 from specdec.measuring.prompts import FOLDER
 from specdec.registry import registry
-from specdec.testing import check_plugin, check_subjects
+from specdec.testing import check_plugin
 from specdec.testing.checks import Run
 from specdec.text import Tokenizer
 from tests import tiny
@@ -124,7 +124,6 @@ CALLS = [
         for kind in (AcceptanceMeasurement, BenchMeasurement)
     ),
     Call("check_plugin", lambda lm: check_plugin, lambda lm: {"plugin": "fixed", "only": ["P1"]}),
-    Call("check_subjects", lambda lm: check_subjects, lambda lm: {"name": "x", "subjects": {}}),
 ]
 
 

@@ -91,7 +91,7 @@ def _show(report: Report) -> None:
     ]
     headings = ("clause", "what must hold", "status", "seconds")
     console.print(output.table(headings, rows, left=headings[:3]))
-    failed = [one for one in report.outcomes if one.failure is not None and one.status is not Status.KNOWN]
+    failed = report.failures
     for number, outcome in enumerate(failed):
         if number < SHOWN:
             console.print(f"\n{outcome.detail}")

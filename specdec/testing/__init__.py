@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from specdec.testing.checks import expect as expect
     from specdec.testing.checks import not_applicable as not_applicable
     from specdec.testing.clauses import iter_checks as iter_checks
-    from specdec.testing.numerics import Fit as Fit
     from specdec.testing.numerics import goodness_of_fit as goodness_of_fit
     from specdec.testing.pytest_plugin import parametrize_checks as parametrize_checks
     from specdec.testing.reports import CheckFailure as CheckFailure
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from specdec.testing.reports import Report as Report
     from specdec.testing.reports import Status as Status
     from specdec.testing.reports import check_plugin as check_plugin
-    from specdec.testing.reports import check_subjects as check_subjects
     from specdec.testing.reports import run_check as run_check
     from specdec.testing.subjects import DepthPolicySubject as DepthPolicySubject
     from specdec.testing.subjects import DrafterSubject as DrafterSubject

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import random
 import sys
 import traceback
@@ -116,27 +117,30 @@ def own_generators(seed: int) -> Iterator[None]:
     Raises: Broken if the block moves one of them.
     """
     torch = sys.modules.get("torch")
+    generators: list[tuple[Any, Any, Any]] = [  # of each: what seeds it, gives its state, and sets it
+        (random.seed, random.getstate, random.setstate),
+        (np.random.seed, np.random.get_state, np.random.set_state),
+    ]
+    if torch is not None:
+        get, put = torch.get_rng_state, torch.set_rng_state
+        generators.append((torch.manual_seed, lambda: [get().numpy()], lambda parts: put(torch.from_numpy(*parts))))
 
     def states() -> list[Any]:
-        return [random.getstate(), np.random.get_state(), *([] if torch is None else [torch.get_rng_state()])]
+        return [state() for _, state, _ in generators]
 
-    def shown() -> str:
-        return repr([one.tolist() if hasattr(one, "tolist") else one for one in states()])
+    def plain(states: list[Any]) -> list[Any]:
+        return [[part.tobytes() if isinstance(part, np.ndarray) else part for part in state] for state in states]
 
     before = states()
     try:
-        random.seed(seed)
-        np.random.seed(seed)
-        if torch is not None:
-            torch.manual_seed(seed)
-        seeded = shown()
+        for start, *_ in generators:
+            start(seed)
+        seeded = plain(states())
         yield
-        expect(shown() == seeded, "a global generator was advanced")
+        expect(plain(states()) == seeded, "a global generator was advanced")
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        if torch is not None:
-            torch.set_rng_state(before[2])
+        for (*_, restore), state in zip(generators, before, strict=True):
+            restore(state)
 
 
 # --- registering -----------------------------------------------------------------------------------------------------
@@ -209,6 +213,14 @@ class Faults(dict[str, Broken]):
             yield
         except Broken as broken:
             self.setdefault(clause, broken)
+
+    @contextlib.contextmanager
+    def if_printed(self, clause: str) -> Iterator[None]:
+        """Note a fault of the clause if the block prints."""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield
+        self.note(clause, not printed.getvalue(), "something was printed", got=printed.getvalue())
 
 
 _SHOWN: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], set[str]]] = weakref.WeakKeyDictionary()

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 
 if TYPE_CHECKING:
@@ -15,37 +14,20 @@ if TYPE_CHECKING:
 MERGE_BELOW = 5.0  # merge cells with smaller expected counts: chi-square is unreliable there
 
 
-@attrs.frozen
-class Fit:
-    """The fit of counts to a distribution. ``impossible`` lists cells of probability 0 that occurred."""
-
-    p_value: float
-    statistic: float
-    freedom: int
-    impossible: tuple[int, ...] = ()
-
-    def passes(self, threshold: float) -> bool:
-        """Whether the counts may come from the distribution, at this rate of false alarms."""
-        return not self.impossible and self.p_value >= threshold
-
-    def __str__(self) -> str:
-        if self.impossible:
-            return f"{len(self.impossible)} outcome(s) of probability 0 occurred, first cell {self.impossible[0]}"
-        return f"chi-square {self.statistic:.1f} with {self.freedom} degrees of freedom, p = {self.p_value:.1e}"
-
-
 def goodness_of_fit(
     counts: Sequence[int] | NDArray[np.int64], probabilities: Sequence[float] | NDArray[np.float64]
-) -> Fit:
-    """Pearson's chi-square of counts against the probabilities of the same cells.
+) -> float:
+    """The p-value of Pearson's chi-square of counts against the probabilities of the same cells.
 
-    Cells expected fewer than ``MERGE_BELOW`` times are merged, smallest first, until no such cell is left.
+    Cells expected fewer than ``MERGE_BELOW`` times are merged, smallest first, until no such cell is left. The p-value
+    is 0 if a cell of probability 0 was hit.
     """
     observed, expected = np.asarray(counts, np.float64).ravel(), np.asarray(probabilities, np.float64).ravel()
     if observed.shape != expected.shape:
         raise ValueError(f"{observed.size} counts and {expected.size} probabilities")
-    impossible = tuple(int(cell) for cell in np.flatnonzero((expected <= 0) & (observed > 0)))
     possible = expected > 0
+    if (observed[~possible] > 0).any():
+        return 0.0
     order = np.argsort(expected[possible], kind="stable")
     observed, expected = observed[possible][order], expected[possible][order]
     expected = expected / expected.sum() * observed.sum()
@@ -56,8 +38,7 @@ def goodness_of_fit(
         observed = np.append(observed[:low].sum(), observed[low:])
         expected = np.append(expected[:low].sum(), expected[low:])
     statistic = float(((observed - expected) ** 2 / expected).sum()) if len(expected) else 0.0
-    freedom = max(len(expected) - 1, 0)
-    return Fit(chi_square_tail(statistic, freedom), statistic, freedom, impossible)
+    return chi_square_tail(statistic, len(expected) - 1)
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 
 from specdec.contract import Sampling
 from specdec.testing.checks import expect
+from specdec.testing.numerics import goodness_of_fit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -87,38 +88,40 @@ def joint_distribution(next_token: Callable[[list[int]], Float64], length: int, 
     return joint.ravel()
 
 
-FAR = 5.5  # standard deviations: 4e-8, for each of some hundred sums
-ENOUGH = 12.0  # the variance from which a sum of bounded terms is taken for normal
+TAIL = np.array([0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2])
+EDGES = np.append(
+    TAIL, 1 - TAIL[-2::-1]
+)  # of the parts of the unit interval whose places are counted: fine at its ends
+RARE = 1e-8  # false alarms of one group; there are some hundred
 
 
-class Surplus:
-    """Sums of differences between what was drawn and what was to be expected, by group.
+class Places:
+    """Where drawn tokens hit the unit interval, by group: uniformly, whatever their distributions are.
 
-    Each term is ``f(token) - E f`` under the distribution that the token should follow, so it has mean 0 given all that
-    came before, whatever the contexts are, and the sums are normal (a martingale central limit theorem: Hall and Heyde
-    1980).
+    Each token has a part of the interval as long as its probability, and its place is drawn within that part. Under the
+    distributions that the tokens should follow, places are uniform and independent (the probability integral transform:
+    Rosenblatt 1952).
     """
 
-    def __init__(self, functions: Sequence[str]) -> None:
-        self.functions = functions
-        self._sums: dict[str, Float64] = {}  # by group: [F, 3] differences, variances, largest terms
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng([seed, 8])
+        self._counts: dict[str, NDArray[np.int64]] = {}
 
-    def add(self, groups: Sequence[str], token: int, probs: Float64, values: Float64) -> None:
-        """Add a token to groups, with its distribution ``[V]`` and the functions' values ``[F, V]``."""
-        away = values - (values @ probs)[:, None]
-        differences, variances, largest = away[:, token], away**2 @ probs, np.abs(away).max(axis=1)
+    def add(self, groups: Sequence[str], token: int, probs: Float64, keys: Float64) -> float:
+        """Add a token to groups, with its distribution ``[V]``; returns its place.
+
+        Args:
+            keys: ``[V]``: tokens lie in the interval in ascending order of these.
+        """
+        lower = (keys < keys[token]) | ((keys == keys[token]) & (np.arange(len(keys)) < token))
+        place = float(probs[lower].sum() + self._rng.random() * probs[token]) / float(probs.sum())
+        cell = int(np.searchsorted(EDGES, place, "right")) - 1
         for group in groups:
-            sums = self._sums.setdefault(group, np.zeros((len(values), 3)))
-            sums[:, 0] += differences
-            sums[:, 1] += variances
-            np.maximum(sums[:, 2], largest, out=sums[:, 2])
+            self._counts.setdefault(group, np.zeros(len(EDGES) - 1, np.int64))[min(cell, len(EDGES) - 2)] += 1
+        return place
 
     def judge(self, what: str, **case: object) -> None:
-        """Raises: Broken if a sum is too far from 0."""
-        for group, sums in self._sums.items():
-            for name, (total, variance, largest) in zip(self.functions, sums.tolist(), strict=True):
-                away = total / math.sqrt(max(variance, 1e-12))
-                fits = variance <= ENOUGH * largest**2 or abs(away) <= FAR
-                expect(
-                    fits, f"{what}, as to {name}", got=f"{away:.1f} standard deviations", expected=FAR, at=group, **case
-                )
+        """Raises: Broken if the places of a group are not uniform."""
+        for group, counts in self._counts.items():
+            fit, expected = goodness_of_fit(counts, np.diff(EDGES)), np.round(np.diff(EDGES) * counts.sum(), 1)
+            expect(fit >= RARE, f"{what}: p = {fit:.0e}", got=counts, expected=expected, at=group, **case)

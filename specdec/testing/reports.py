@@ -19,7 +19,7 @@ from specdec.config import structure_options
 from specdec.errors import ConfigError, SpecdecError, shown
 from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_ids, iter_checks
-from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
+from specdec.testing.subjects import AnySubject, Subject, as_subject, registered_subjects, subject_of
 
 
 class CheckFailure(SpecdecError, AssertionError):
@@ -31,8 +31,6 @@ class Status(enum.Enum):
 
     PASSED = "passed"
     FAILED = "failed"
-    KNOWN = "known failure"
-    """Failed, and listed among the known failures with a reason."""
     NOT_APPLICABLE = "not applicable"
 
 
@@ -65,7 +63,6 @@ def run_check(
     seed: Seed = 0,
     effort: EffortName = "quick",
     seconds: float | None = None,
-    known: str | None = None,
     replay: str = "",
     shrink: bool = True,
 ) -> Outcome:
@@ -74,11 +71,10 @@ def run_check(
     Args:
         effort: "sample", "quick" or "full".
         seconds: how long the check may look for a failing case; None: its share of the effort's seconds.
-        known: why a failure is expected; a check that passes then counts as failed.
         replay: the command to run this check again, for the failure's text.
         shrink: search for the smallest failing case; otherwise report the first.
     """
-    started, error = perf_counter(), None
+    started = perf_counter()
     if seconds is None:
         seconds = EFFORTS[effort].seconds / SHARES
     try:
@@ -86,15 +82,13 @@ def run_check(
             check.run(given, Run(seed, effort, seconds=seconds, shrink=shrink))
     except NotApplicable as reason:
         return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, _short(str(reason)))
-    except Exception as raised:  # noqa: BLE001  (whatever a plugin raises is a failure)
-        error = raised
-    seconds = perf_counter() - started
-    if error is None and known is None:
-        return Outcome(check, Status.PASSED, seconds)
-    if error is None:
-        text = f"{check.id} is listed as a known failure, and it passes"
-        failure = CheckFailure(text, reason=known, **{"try": "take it off the list"})
-        return Outcome(check, Status.FAILED, seconds, str(failure), failure)
+    except Exception as error:  # noqa: BLE001  (whatever a plugin raises is a failure)
+        failure = _failure(check, error, replay or f"run_check(check, plugin, seed={seed}, effort={effort!r})")
+        return Outcome(check, Status.FAILED, perf_counter() - started, str(failure), failure)
+    return Outcome(check, Status.PASSED, perf_counter() - started)
+
+
+def _failure(check: Check, error: Exception, replay: str) -> CheckFailure:
     broken = Broken.by(error, {})
     failure = CheckFailure(
         f"{check.id} {check.sentence}",
@@ -102,12 +96,11 @@ def run_check(
         smallest_case=", ".join(f"{name} = {_short(value)}" for name, value in broken.case.items())[:MOST] or None,
         got=None if broken.got is None else _short(broken.got),
         expected=None if broken.expected is None else _short(broken.expected),
-        replay=replay or f"run_check(check, plugin, seed={seed}, effort={effort!r})",
+        replay=replay,
         more=f"docs/contract/{check.subject.document}.md, clause {check.id} (contract {CONTRACT})",
     )
     failure.__cause__ = error
-    status, detail = (Status.FAILED, str(failure)) if known is None else (Status.KNOWN, known)
-    return Outcome(check, status, seconds, detail, failure)
+    return failure
 
 
 SHARES = 4  # one check may take this many equal shares of the seconds
@@ -152,7 +145,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every clause of the contract holds, known failures aside."""
+        """Whether every clause of the contract holds."""
         return not self.failures
 
     def raise_for_failures(self) -> Report:
@@ -184,53 +177,16 @@ class Report:
 
 
 @checked()
-def check_subjects(
-    name: str,
-    subjects: Mapping[Subject, AnySubject] | Sequence[Labelled],
+def check_plugin(
+    plugin: str | Any,
     *,
+    config: Any = None,
+    options: Mapping[str, Any] | None = None,
     seed: Seed = 0,
     effort: EffortName = "quick",
-    known_failures: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
-    notes: Sequence[str] = (),
     replay: str = "",
     progress: Callable[[str], None] | None = None,
-) -> Report:
-    """Run the checks of every subject; the arguments are those of ``check_plugin``.
-
-    Raises: ConfigError for an id that no check has, or none of these subjects.
-    """
-    known = dict(known_failures or {})
-    wanted = None if only is None else set(only)
-    given = subjects.items() if isinstance(subjects, Mapping) else [(subject, one) for _, subject, one in subjects]
-    expect_ids([*known, *(wanted or ())], [subject for subject, _ in given])
-    planned = [
-        (check, under_test)
-        for subject, under_test in given
-        for check in iter_checks(subject)
-        if wanted is None or check.id in wanted
-    ]
-    seconds = EFFORTS[effort].seconds
-    outcomes: list[Outcome] = []
-    began = process_time()
-    for number, (check, under_test) in enumerate(planned):
-        used = process_time() - began
-        if progress is not None:
-            progress(f"{name}: {check.id}, {number + 1} of {len(planned)} checks, {used:.0f} of {seconds:.0f} s")
-        again = f"check_plugin({name}, seed={seed}, effort={effort!r}, only=[{check.id!r}])"
-        share = min(max(seconds - used, 0.0), SHARES * seconds / len(planned))  # what quicker checks leave goes on
-        options: dict[str, Any] = {"seed": seed, "effort": effort, "seconds": share, "known": known.get(check.id)}
-        outcomes.append(
-            run_check(check, under_test, replay=f"{replay} --only {check.id}" if replay else again, **options)
-        )
-    order = list(iter_checks())
-    outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
-    return Report(name, seed, tuple(outcomes), tuple(notes))
-
-
-@checked()
-def check_plugin(
-    plugin: str | Any, *, config: Any = None, options: Mapping[str, Any] | None = None, **how: Any
 ) -> Report:
     """Run every check on a plugin.
 
@@ -239,15 +195,44 @@ def check_plugin(
             processor, an observer or one of the Subject classes.
         config: the plugin's own config object; None takes its defaults.
         options: the same as plain data, structured into the plugin's config class.
-        **how: ``seed``, ``effort`` ("sample", "quick" or "full": at most 5, 30 or 600 s of one core),
-            ``known_failures`` ({id: reason}), ``only`` (ids), ``progress`` (called with a line before each check).
-    Raises: UnknownNameError when nothing is registered under the name.
+        effort: "sample", "quick" or "full": at most 5, 30 or 600 s of one core.
+        only: the ids of the checks to run; None runs all.
+        replay: the command that runs a check again, without its id.
+        progress: called with a line before each check.
+    Raises: UnknownNameError when nothing is registered under the name; ConfigError for an id that no check of these
+        plugins has.
     """
+    notes: Sequence[str] = ()
     if isinstance(plugin, str):
-        subjects, notes = registered_subjects(plugin, config, options)
-        seed, effort = how.get("seed", 0), how.get("effort", "quick")
-        how.setdefault("replay", f"specdec check {plugin} --seed {seed} --effort {effort}")
-        return check_subjects(plugin, subjects, notes=notes, **how)
+        name = plugin
+        given, notes = registered_subjects(plugin, config, options)
+        replay = replay or f"specdec check {name} --seed {seed} --effort {effort}"
+    else:
+        name, given = str(getattr(plugin, "name", type(plugin).__name__)), [_subject(plugin, config, options)]
+    wanted = None if only is None else set(only)
+    expect_ids(wanted or (), [subject for subject, _ in given])
+    planned = [
+        (check, under_test)
+        for subject, under_test in given
+        for check in iter_checks(subject)
+        if wanted is None or check.id in wanted
+    ]
+    seconds, began = EFFORTS[effort].seconds, process_time()
+    outcomes: list[Outcome] = []
+    for number, (check, under_test) in enumerate(planned):
+        used = process_time() - began
+        if progress is not None:
+            progress(f"{name}: {check.id}, {number + 1} of {len(planned)} checks, {used:.0f} of {seconds:.0f} s")
+        again = f"check_plugin({name}, seed={seed}, effort={effort!r}, only=[{check.id!r}])"
+        share = min(max(seconds - used, 0.0), SHARES * seconds / len(planned))  # what quicker checks leave goes on
+        how: dict[str, Any] = {"seed": seed, "effort": effort, "seconds": share}
+        outcomes.append(run_check(check, under_test, replay=f"{replay} --only {check.id}" if replay else again, **how))
+    order = list(iter_checks())
+    outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
+    return Report(name, seed, tuple(outcomes), tuple(notes))
+
+
+def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> tuple[Subject, AnySubject]:
     kind = subject_of(plugin)
     if kind is None:
         raise ConfigError(
@@ -256,5 +241,4 @@ def check_plugin(
         )
     if options is not None:
         config = structure_options(options, plugin.config, kind.document)
-    name = getattr(plugin, "name", type(plugin).__name__)
-    return check_subjects(str(name), {kind: as_subject(kind, plugin, config)}, **how)
+    return kind, as_subject(kind, plugin, config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import attrs
@@ -26,6 +27,8 @@ from specdec.contract import (
     State,
     Verdict,
 )
+from specdec.errors import ContractError
+from specdec.registry.answers import checked_draft
 from specdec.testing.checks import Faults
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory, TableModel
@@ -45,63 +48,51 @@ class SavedCopy:
     drafter: DrafterSnapshot | None
 
 
-@attrs.define
+@attrs.define(kw_only=True)
 class ScriptedSession:
     """One sequence: its tokens, its state, its drafter. Hidden states and the MTP head are there only as declared.
 
     Attributes:
+        copy: what the sequence starts from; None starts an empty one.
+        saved: the drafter's part of the copy, if it is handed on.
         faults: the first fault by clause.
         drafts: every draft that was handed over, and a copy of it.
         reports: every report that was asked for, and its JSON at that time.
     """
 
     subject: DrafterSubject
-    model: ForwardPass
-    state: State
-    drafter: Drafter
-    sampling: Sampling
-    noise: DraftNoise
-    shared: Any
-    faults: Faults
-    tokens: list[int] = attrs.field(factory=list)
-    cycles: int = 0
-    generated_from: int = 0
-    drafts: list[tuple[Draft, Draft]] = attrs.field(factory=list)
-    reports: list[tuple[Any, str]] = attrs.field(factory=list)
+    model: ForwardPass = attrs.field()
+    sampling: Sampling = attrs.field(factory=Sampling)
+    noise: DraftNoise = DraftNoise.COUPLED
+    shared: Any = None
+    faults: Faults = attrs.field(factory=Faults)
+    copy: SavedCopy | None = None
+    saved: DrafterSnapshot | None = None
+    state: State = attrs.field(init=False)
+    drafter: Drafter = attrs.field(init=False)
+    tokens: list[int] = attrs.field(init=False, factory=list)
+    cycles: int = attrs.field(init=False, default=0)
+    generated_from: int = attrs.field(init=False, default=0)
+    drafts: list[tuple[Draft, Draft]] = attrs.field(init=False, factory=list)
+    reports: list[tuple[Any, str]] = attrs.field(init=False, factory=list)
 
-    @classmethod
-    def start(
-        cls,
-        subject: DrafterSubject,
-        *,
-        model: ForwardPass | None = None,
-        sampling: Sampling | None = None,
-        noise: DraftNoise = DraftNoise.COUPLED,
-        shared: Any = None,
-        faults: Faults | None = None,
-        snapshot: Snapshot | None = None,
-        saved: DrafterSnapshot | None = None,
-    ) -> ScriptedSession:
-        """Start an empty sequence, or one over a restored snapshot."""
-        model, needs = target_for(subject) if model is None else model, subject.needs
-        state = model.new_state(CAPACITY, needs) if snapshot is None else model.restore(snapshot, needs)
-        shared = subject.prepare(model) if shared is None else shared
-        drafter = subject.make(DrafterEnv(target=model, state=state, shared=shared, saved=saved))
-        return cls(
-            subject,
-            model,
-            state,
-            drafter,
-            sampling or Sampling(),
-            noise,
-            shared,
-            Faults() if faults is None else faults,
-        )
+    @model.default
+    def _model_for_its_needs(self) -> ForwardPass:
+        return target_for(self.subject)
 
-    def another(self, **how: Any) -> ScriptedSession:
-        """Another sequence of the same pipeline, started with the further options of ``start``."""
-        options = {name: getattr(self, name) for name in ("model", "sampling", "noise", "shared", "faults")}
-        return ScriptedSession.start(self.subject, **options, **how)
+    def __attrs_post_init__(self) -> None:
+        if self.shared is None:
+            self.shared = self.subject.prepare(self.model)
+        model, needs, copy = self.model, self.subject.needs, self.copy
+        self.state = model.new_state(CAPACITY, needs) if copy is None else model.restore(copy.state, needs)
+        env = DrafterEnv(target=model, state=self.state, shared=self.shared, saved=self.saved)
+        self.drafter = self.subject.make(env)
+        if copy is not None:
+            self.tokens, self.cycles, self.generated_from = list(copy.tokens), copy.cycles, copy.generated_from
+
+    def another(self, copy: SavedCopy | None = None, saved: DrafterSnapshot | None = None) -> ScriptedSession:
+        """Another sequence of the same pipeline: empty, or over a copied state, with or without the drafter's own."""
+        return attrs.evolve(self, copy=copy, saved=saved)
 
     # --- what is noted --------------------------------------------------------------------------------------------
 
@@ -119,28 +110,28 @@ class ScriptedSession:
         note("D12", held_after == held, what, got=f"{held_after[0]} tokens", expected=f"{held[0]} tokens")
         return answer
 
-    def _look(self, draft: Any, depth: int) -> None:
-        """The form of a draft (D1) and of its distributions (D9)."""
-        vocab, note = self.model.info.vocab_size, self.faults.note
+    def _looked_at(self, draft: Any, depth: int) -> Draft:
+        """The draft as the engine verifies it; the form of the draft (D1) and of its distributions (D9) is noted."""
+        vocab, note, usable = self.model.info.vocab_size, self.faults.note, Draft()
         note("D1", isinstance(draft, Draft), "propose does not return a Draft", got=draft)
         note("D1", isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
-        note("D1", len(draft.tokens) <= depth, "the draft is too long", got=draft.tokens, expected=depth)
         for token in draft.tokens:
-            proper, what = type(token) is int and 0 <= token < vocab, "a token is not a plain int of the vocabulary"
-            note("D1", proper, what, got=f"{token!r} of type {type(token).__name__}", expected=f"below {vocab}")
-        if draft.probs is None:
-            return
-        probs, form = np.asarray(draft.probs), (len(draft.tokens), vocab)
-        if probs.shape != form or probs.dtype != np.float32:
-            got = f"{probs.dtype} {probs.shape}"
-            note("D9", False, "probs has another shape or dtype", got=got, expected=form)
-            return
-        proper = bool(np.isfinite(probs).all() and (probs >= 0).all())
-        note("D9", proper, "a probability is negative or not finite", got=probs)
-        sums = probs.sum(axis=1, dtype=np.float64)
-        note("D9", np.allclose(sums, 1.0, atol=SUM), "a row of probs does not sum to 1", got=sums)
-        for row, token in enumerate(usable(draft, depth, vocab).tokens):
-            note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
+            note("D1", type(token) is int, "a token is no plain int", got=f"{token!r} of type {type(token).__name__}")
+        try:
+            usable, fault = checked_draft(draft, depth, vocab, self.context())
+            note("D1", not fault, fault, got=draft.tokens, expected=f"{depth} tokens below {vocab}")
+        except ContractError as error:
+            note("D9", False, error.message, got=draft.probs)
+        if draft.probs is not None:
+            probs, form = np.asarray(draft.probs), (len(draft.tokens), vocab)
+            proper, got = probs.shape == form and probs.dtype == np.float32, f"{probs.dtype} {probs.shape}"
+            note("D9", proper, "probs has another shape or dtype", got=got, expected=form)
+            note("D9", bool((probs >= 0).all()), "a probability is negative or not a number", got=probs)
+            sums = probs.sum(axis=-1, dtype=np.float64)
+            note("D9", np.allclose(sums, 1.0, atol=SUM), "a row of probs does not sum to 1", got=sums)
+            for row, token in enumerate(usable.tokens):
+                note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
+        return usable
 
     # --- the calls of the engine ----------------------------------------------------------------------------------
 
@@ -165,17 +156,17 @@ class ScriptedSession:
             self._ask("prefill", context, context, output)
 
     def propose(self, depth: int) -> Draft:
-        """Begin a cycle and return the drafter's answer, unchanged."""
+        """Begin a cycle and return the draft as the engine verifies it."""
         self.cycles += 1
         context = self.context()
         draft: Draft = self._ask("propose", context, context, depth)
-        self._look(draft, depth)
+        usable = self._looked_at(draft, depth)
         self.drafts.append((draft, Draft(draft.tokens, None if draft.probs is None else np.array(draft.probs))))
-        return draft
+        return usable
 
     def finish(self, draft: Draft, accepted: int, next_token: int) -> None:
         """End the cycle with this outcome: decode, commit, observe."""
-        drafted = usable(draft, len(draft.tokens), self.model.info.vocab_size).tokens
+        drafted = draft.tokens
         accepted = min(accepted, len(drafted))
         if accepted < len(drafted) and next_token == drafted[accepted]:
             next_token = (next_token + 1) % self.model.info.vocab_size  # not the rejected token
@@ -193,7 +184,8 @@ class ScriptedSession:
         if depth == 0:
             self.cycles += 1
         else:
-            draft = usable(self.propose(depth), depth if cut is None else min(depth, cut), self.model.info.vocab_size)
+            draft = self.propose(depth)
+            draft = Draft(draft.tokens[:cut], None if draft.probs is None else draft.probs[:cut])
         self.finish(draft, accepted, next_token)
         return draft
 
@@ -229,12 +221,6 @@ class ScriptedSession:
                 self.faults.note("D17", plain, what, got=f"{name} = {value!r}")
         return SavedCopy(list(self.tokens), self.cycles, self.generated_from, state, saved)
 
-    def restored(self, copy: SavedCopy, saved: DrafterSnapshot | None = None) -> ScriptedSession:
-        """Another drafter over the copied state, with or without the old one's snapshot."""
-        other = self.another(snapshot=copy.state, saved=saved)
-        other.tokens, other.cycles, other.generated_from = list(copy.tokens), copy.cycles, copy.generated_from
-        return other
-
     def fresh(self) -> ScriptedSession:
         """Another drafter and state that saw the same tokens in one chunk."""
         other = self.another()
@@ -243,21 +229,11 @@ class ScriptedSession:
         return other
 
 
+@cache
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> TableModel:
-    """A model that supports the drafter's needs."""
+    """A model that supports the drafter's needs; it is the same at every call."""
     options: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": subject.layers, "max_positions": 4 * CAPACITY}
     return TableModel.random(vocab, memory=memory, tilt=0.7, **options)
-
-
-def usable(draft: Draft, depth: int, vocab: int) -> Draft:
-    """The draft as the engine verifies it: at most ``depth`` tokens, cut before an id outside the vocabulary."""
-    count = 0
-    for token in draft.tokens[:depth]:
-        id_: object = token  # drafters may return anything
-        if isinstance(id_, bool) or not isinstance(id_, int | np.integer) or not 0 <= id_ < vocab:
-            break
-        count += 1
-    return Draft(tuple(int(t) for t in draft.tokens[:count]), None if draft.probs is None else draft.probs[:count])
 
 
 def drafts_equal(first: Draft, second: Draft) -> bool:

@@ -30,7 +30,7 @@ from specdec.contract import (
 from specdec.errors import ConfigError, SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
 from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
-from specdec.registry import Entry, Kind, registry
+from specdec.registry import Entry, Kind, calling, registry
 from specdec.testing.second_model import prepare_env
 from specdec.testing.table_model import TableModel
 
@@ -150,30 +150,20 @@ def subject_of(plugin: Any) -> Subject | None:
 def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
     """The subject that checks take, from a spec (with its config), an object or a factory.
 
-    A plugin that fails while its subject is made fails every check, with its own error.
+    Raises: PluginError if the spec's plugin fails meanwhile.
     """
     if isinstance(given, AnySubject):
         return given
     if isinstance(given, ModelSpec):
         return ModelFamilySubject(spec=given)
-    made: Any = _CLASSES[subject][0]
-    try:
-        if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec):
+    if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec):
+        with calling(given, "config, needs or prepare"):
             return _from_spec(given, given.config() if config is None else config)
-        if subject is Subject.DRAFTER:
-            return _from_drafter_factory(given)
-        if isinstance(given, Verifier | ForwardPass | DepthPolicy | LogitsProcessor) or not callable(given):
-            return made(make=lambda *env: given)  # type: ignore[no-any-return]
-        return made(make=given)  # type: ignore[no-any-return]
-    except SpecdecError:
-        raise
-    except Exception as error:  # noqa: BLE001  (it fails every check)
-        failed = error
-
-        def make(*arguments: Any) -> Any:
-            raise failed
-
-        return made(make=make)  # type: ignore[no-any-return]
+    if subject is Subject.DRAFTER:
+        return _from_drafter_factory(given)
+    single = isinstance(given, Verifier | ForwardPass | DepthPolicy | LogitsProcessor) or not callable(given)
+    made: Any = _CLASSES[subject][0]
+    return made(make=(lambda *env: given) if single else given)  # type: ignore[no-any-return]
 
 
 def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec, options: Any) -> AnySubject:
@@ -219,12 +209,12 @@ _KINDS = {
 }
 _DTYPES = ("float32", "bfloat16")
 
-Labelled = tuple[str, Subject, AnySubject]
+Given = list[tuple[Subject, AnySubject]]
 
 
 def registered_subjects(
     name: str, config: Any = None, options: Mapping[str, Any] | None = None
-) -> tuple[list[Labelled], list[str]]:
+) -> tuple[Given, list[str]]:
     """Everything registered as ``name`` (or by the distribution of that name), and notes about what cannot be checked.
 
     Raises: UnknownNameError if there is none; UnsupportedError if nothing about it can be checked; PluginError if its
@@ -239,7 +229,7 @@ def registered_subjects(
         if word == "observer" and name in (plugin.name, plugin.origin.distribution)
     ]
     if not found and not observers and (foreign := foreign_target(_target_config(name, asked))) is not None:
-        return [(f"target {name}", Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, foreign.target))], []
+        return [(Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, foreign.target))], []
     if not found and not observers:
         for failure in registry().failures:
             if failure.fatal and failure.stands_for(name):
@@ -248,14 +238,11 @@ def registered_subjects(
         raise UnknownNameError(
             f"nothing is registered as {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
         )
-    subjects: list[Labelled] = []
+    subjects: Given = []
     notes: list[str] = []
     for entry in found:
         _add(entry, config, options, subjects, notes)
-    subjects += [
-        (f"observer {plugin.name}", Subject.OBSERVER, as_subject(Subject.OBSERVER, plugin.plugin))
-        for plugin in observers
-    ]
+    subjects += [(Subject.OBSERVER, as_subject(Subject.OBSERVER, plugin.plugin)) for plugin in observers]
     if not subjects:
         raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes
@@ -266,19 +253,17 @@ def _target_config(name: str, options: Mapping[str, Any]) -> TargetConfig:
     return structure_options(options, TargetConfig, f"check.{name}")
 
 
-def _add(
-    entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: list[Labelled], notes: list[str]
-) -> None:
+def _add(entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: Given, notes: list[str]) -> None:
     spec: Any = entry.spec
     label, subject = f"{entry.kind.value} {spec.name}", _KINDS[entry.kind]
     if entry.kind is Kind.MODEL and options:
         loaded = load_target(RunConfig(target=_target_config(spec.name, options)))
         if loaded.target.info.family != spec.name:
             raise ConfigError(f"the checkpoint's family is {loaded.target.info.family!r}, not {spec.name!r}")
-        subjects.append((label, Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, loaded.target)))
+        subjects.append((Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, loaded.target)))
         return
     if isinstance(spec, ModelSpec):
-        subjects.append((label, subject, as_subject(subject, spec)))
+        subjects.append((subject, as_subject(subject, spec)))
         notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
         return
     if config is None:
@@ -288,7 +273,7 @@ def _add(
             notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
         config = structure_options(options or example, spec.config, f"check.{spec.name}")
     if not isinstance(spec, BackendSpec):
-        subjects.append((label, subject, as_subject(subject, spec, config)))
+        subjects.append((subject, as_subject(subject, spec, config)))
         return
     unavailable = registry().unavailable(spec)
     if unavailable is not None:
@@ -301,4 +286,4 @@ def _add(
         except SpecdecError as refused:
             notes.append(f"{label} was not checked in {dtype}: {refused.message}")
             continue
-        subjects.append((f"{label}, {dtype}", subject, OpsSubject(make=partial(backend.ops, dtype))))
+        subjects.append((subject, OpsSubject(make=partial(backend.ops, dtype))))

@@ -1,19 +1,19 @@
 """``TableModel``: a target without weights, a Markov chain whose distribution is known.
 
-It needs only numpy. Its state comes in three kinds that differ in rollback: attention keeps an entry per token and can
-be cut anywhere; a convolution window and a recurrent accumulator can only go back to saved points.
+It needs only numpy. Its state comes in two kinds that differ in rollback: attention can be cut anywhere, a recurrent
+one can only go back to saved points.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import numpy as np
 
-from specdec.backends.arrays import HostLogits
+from specdec.backends.arrays import ArrayHidden, HostLogits
 from specdec.contract import (
     NO_NEEDS,
     DraftHead,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     Float64 = NDArray[np.float64]
 
-MARKS = 4  # points that a window or an accumulator can go back to
+MARKS = 4  # points that a recurrent state can go back to
 MAX_ROWS = 16
 
 _MASK = 2**64 - 1
@@ -51,11 +51,9 @@ class Memory(enum.Enum):
     """The memory of a state."""
 
     ATTENTION = "attention"
-    """An entry per token: cut anywhere."""
-    CONVOLUTION = "convolution"
-    """The last few tokens: goes back only to saved points, and sees nothing older."""
+    """Goes back to any token."""
     RECURRENT = "recurrent"
-    """An accumulator over all tokens: goes back only to saved points."""
+    """Goes back to the ends of the last prompt chunks only."""
 
 
 class TableLogits(HostLogits):
@@ -77,69 +75,54 @@ class TableHead(DraftHead):
         return self.owner.draft_head([*self.ids, *tokens])
 
 
-@attrs.frozen
-class _Point:
+class _Point(NamedTuple):
     """A row's past: the last tokens, and an accumulator over all of them."""
 
     tail: tuple[int, ...]
     accumulator: int
 
 
-class TableHidden(Hidden):
-    """The points after T rows, at a layer boundary or after the final norm (None); only their model accepts them."""
+class TableHidden(ArrayHidden):
+    """The last tokens of each row, and 23 bits of its accumulator, which differ at each layer boundary."""
 
-    def __init__(self, owner: TableModel, points: Sequence[_Point], boundary: int | None = None) -> None:
-        self.owner = owner
-        self.points = tuple(points)
-        self.boundary = boundary
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, rows: slice) -> TableHidden:
-        return TableHidden(self.owner, self.points[rows], self.boundary)
-
-    def join(self, others: Sequence[Hidden]) -> TableHidden:
-        points = list(self.points)
-        for other in others:
-            if not isinstance(other, TableHidden) or other.owner is not self.owner:
-                raise ContractError("hidden states of another model cannot be joined")
-            points += other.points
-        return TableHidden(self.owner, points, self.boundary)
+    @staticmethod
+    def concatenate(arrays: list[Any]) -> Any:
+        return np.concatenate(arrays)
 
     def rows(self) -> Float32:
-        """Tokens, and the accumulator to 23 bits; the numbers differ at each boundary."""
-        place = 0 if self.boundary is None else self.boundary + 1
-        values = [[*point.tail, (point.accumulator ^ place) % 2**23] for point in self.points]
-        return np.array(values, np.float32).reshape(-1, self.owner.order + 1)
+        rows: Float32 = self.array.astype(np.float32)
+        return rows
 
 
 class TableState(State):
-    """A sequence's past in one of three kinds of memory."""
+    """A sequence's past: a point for each committed token."""
 
     def __init__(self, model: TableModel, capacity: int, needs: Needs) -> None:
         self.model = model
         self.needs = needs
         self.pairs = MtpPairs() if needs.mtp else None
         self._capacity = capacity
-        self.held = 0
-        self.point = model.start  # after the committed tokens
-        self.entries: list[_Point] = []  # attention only: one per committed token
-        self.marks: list[tuple[int, _Point]] = []  # only the other kinds
+        self.points: list[_Point] = []
+        self.marks: list[int] = []  # lengths that a recurrent state can go back to
         self.provisional: list[_Point] | None = None
         self.fed: tuple[int, ...] = ()  # tokens of the uncommitted pass
         self.mtp: list[int] = []  # accumulators after each pair; provisional ones last
 
     @property
     def length(self) -> int:
-        return self.held
+        return len(self.points)
 
     @property
     def capacity(self) -> int:
         return self._capacity
 
+    @property
+    def last(self) -> _Point:
+        """What came before the next token."""
+        return self.points[-1] if self.points else self.model.start
+
     def nbytes(self) -> int:
-        return 8 * (len(self.point.tail) + 1) * (1 + len(self.entries) + len(self.marks)) + 8 * len(self.mtp)
+        return 8 * (len(self.model.start.tail) + 1) * (1 + len(self.points)) + 8 * len(self.mtp)
 
 
 class TableModel(ForwardPass):
@@ -150,7 +133,7 @@ class TableModel(ForwardPass):
             Zeros are allowed and become ``-inf``. A sequence starts as if preceded by n tokens 0.
         memory: the kind of state.
         tilt: nats by which a pseudo-random function of *all* earlier tokens moves each logit, so that a lost or doubled
-            token shows. Not with CONVOLUTION, which has no such memory.
+            token shows.
         mtp_table: the same for an MTP head, by the last tokens including the pair's; None: no head.
         mtp_tilt: the same for the pairs in the head's cache.
         layers: how many it says it has; it gives hidden states at boundaries 0 to this, and none if this is 0.
@@ -171,8 +154,6 @@ class TableModel(ForwardPass):
         self.order, self.vocab = table.ndim - 1, table.shape[-1]
         if self.order < 1 or set(table.shape) != {self.vocab} or not np.allclose(table.sum(-1), 1.0):
             raise ShapeError(f"a table is [V, ..., V] with rows that sum to 1, got {table.shape}")
-        if tilt and memory is Memory.CONVOLUTION:
-            raise ShapeError("a convolution window cannot see all the past: its tilt is 0")
         with np.errstate(divide="ignore"):
             self._logits = np.log(table)
             self._mtp_logits = None if mtp_table is None else np.log(mtp_table)
@@ -217,8 +198,6 @@ class TableModel(ForwardPass):
         shape = (vocab,) * order
         table = rng.dirichlet(np.full(vocab, peak), shape)
         head = 0.8 * table + 0.2 * rng.dirichlet(np.full(vocab, 0.5), shape) if mtp else None
-        if memory is Memory.CONVOLUTION:
-            tilt = 0.0
         return cls(table, memory=memory, tilt=tilt, mtp_table=head, mtp_tilt=0.5 if mtp else 0.0, **options)
 
     # --- the distribution ------------------------------------------------------------------------------------------
@@ -228,7 +207,8 @@ class TableModel(ForwardPass):
         point = self.start
         for token in history:
             point = self._step(point, token)
-        return self._row(point)
+        row: Float32 = self._rows([point])[0]
+        return row
 
     def distribution(self, history: Sequence[int]) -> Float64:
         """The distribution ``[V]`` of the token after ``history`` at temperature 1."""
@@ -241,12 +221,17 @@ class TableModel(ForwardPass):
     def _step(point: _Point, token: int) -> _Point:
         return _Point((*point.tail[1:], token), _fold(point.accumulator, token))
 
-    def _row(self, point: _Point) -> Float32:
-        return np.asarray(self._logits[point.tail] + self.tilt * self._noise(point.accumulator), dtype=np.float32)
+    def _rows(self, points: Sequence[_Point]) -> Float32:
+        """The logits ``[T, V]`` after each point."""
+        rows = self._logits[tuple(np.array([point.tail for point in points]).T)]
+        if self.tilt:
+            rows = rows + self.tilt * self._noise([point.accumulator for point in points])
+        return np.asarray(rows, np.float32)
 
-    def _noise(self, accumulator: int) -> Float64:
-        """Numbers in [-1, 1), one per token id."""
-        return _mixed(self._ids ^ np.uint64(accumulator)).astype(np.float64) * 2.0**-63 - 1.0
+    def _noise(self, accumulators: Sequence[int]) -> Float64:
+        """Numbers in [-1, 1): ``[T, V]``."""
+        words = self._ids ^ np.array(accumulators, np.uint64)[:, None]
+        return _mixed(words).astype(np.float64) * 2.0**-63 - 1.0
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
@@ -268,9 +253,9 @@ class TableModel(ForwardPass):
         if len(tokens) == 0:
             raise ShapeError("a pass takes at least one token, got none")
         self._check_tokens(tokens)
-        if state.held + len(tokens) > state.capacity:
-            raise StateError(f"{state.held} of {state.capacity} tokens are held; {len(tokens)} more do not fit")
-        point, points = state.point, []
+        if state.length + len(tokens) > state.capacity:
+            raise StateError(f"{state.length} of {state.capacity} tokens are held; {len(tokens)} more do not fit")
+        point, points = state.last, []
         for token in tokens:
             point = self._step(point, int(token))
             points.append(point)
@@ -280,10 +265,10 @@ class TableModel(ForwardPass):
         state, points = self._run(state, tokens)
         self._keep(state, tokens, points)
         self.feed_mtp(state)
-        if self.memory is not Memory.ATTENTION and (not state.marks or state.marks[-1][0] != state.held):
-            state.marks = [*state.marks[-MARKS + 1 :], (state.held, state.point)]
-            if state.pairs is not None:
-                state.pairs.mark(length for length, _ in state.marks)
+        if state.length not in state.marks:
+            state.marks = [*state.marks[-MARKS + 1 :], state.length]
+            if state.pairs is not None and self.memory is Memory.RECURRENT:
+                state.pairs.mark(state.marks)
         return self._output(state, points if state.needs.prompt_rows == "all" else points[-1:], len(tokens))
 
     def _output(
@@ -292,16 +277,21 @@ class TableModel(ForwardPass):
         return ForwardOutput(
             rows=rows,
             logits=logits,
-            hidden=TableHidden(self, points) if state.needs.final_hidden else None,
-            boundaries={k: TableHidden(self, points, k) for k in state.needs.boundaries},
+            hidden=self._hidden(points) if state.needs.final_hidden else None,
+            boundaries={k: self._hidden(points, k + 1) for k in state.needs.boundaries},
         )
+
+    def _hidden(self, points: Sequence[_Point], place: int = 0) -> TableHidden:
+        """Hidden states ``[T, n + 1]`` after the final norm, or at a layer boundary."""
+        values = [[*point.tail, (point.accumulator ^ place) % 2**23] for point in points]
+        return TableHidden(np.array(values, np.int64).reshape(-1, self.order + 1))
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         if len(tokens) > self.info.max_rows:
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         state, points = self._run(state, tokens)
         state.provisional, state.fed = points, tuple(tokens)
-        return self._output(state, points, len(tokens), TableLogits(np.stack([self._row(p) for p in points])))
+        return self._output(state, points, len(tokens), TableLogits(self._rows(points)))
 
     def commit(self, state: State, rows: int) -> None:
         state = self._own(state)
@@ -315,11 +305,8 @@ class TableModel(ForwardPass):
         state.provisional = None
         if points:
             if state.pairs is not None:
-                state.pairs.add(tokens, TableHidden(self, points), state.held)
-            state.held += len(points)
-            state.point = points[-1]
-            if self.memory is Memory.ATTENTION:
-                state.entries += points
+                state.pairs.add(tokens, self._hidden(points), state.length)
+            state.points += points
 
     # --- the MTP head ----------------------------------------------------------------------------------------------
 
@@ -339,13 +326,13 @@ class TableModel(ForwardPass):
         if self._mtp_logits is None:
             raise no_mtp_head(self.info)
         state, points = self._mtp(state, tokens, hidden, provisional=provisional)
-        logits = self._mtp_logits[points[-1].tail] + self.mtp_tilt * self._noise(state.mtp[-1])
+        logits = self._mtp_logits[points[-1].tail] + self.mtp_tilt * self._noise(state.mtp[-1:])[0]
         if head is not None:
             left_out = np.ones(self.vocab, dtype=bool)
             left_out[list(head.tokens)] = False
             logits = np.where(left_out, -np.inf, logits)
         return ForwardOutput(
-            rows=len(tokens), logits=TableLogits(np.asarray(logits[None], np.float32)), hidden=TableHidden(self, points)
+            rows=len(tokens), logits=TableLogits(np.asarray(logits[None], np.float32)), hidden=self._hidden(points)
         )
 
     def draft_head(self, tokens: Sequence[int]) -> TableHead:
@@ -366,7 +353,7 @@ class TableModel(ForwardPass):
         state = self._own(state)
         if state.pairs is None:
             raise no_mtp_pairs(self.info)
-        if not isinstance(hidden, TableHidden) or hidden.owner is not self:
+        if not isinstance(hidden, TableHidden):
             raise ContractError("hidden states of another model")
         if len(tokens) != len(hidden) or not len(tokens):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
@@ -374,12 +361,12 @@ class TableModel(ForwardPass):
             del state.mtp[state.pairs.fed :]
         self._check_tokens(tokens)
         points = []
-        for token, before in zip(tokens, hidden.points, strict=True):
+        for token, (*tail, _) in zip(tokens, hidden.array.tolist(), strict=True):
             accumulator = state.mtp[-1] if state.mtp else 1
-            for word in (*before.tail, token):
+            for word in (*tail, token):
                 accumulator = _fold(accumulator, word)
             state.mtp.append(accumulator)
-            points.append(_Point((*before.tail[1:], int(token)), accumulator))
+            points.append(_Point((*tail[1:], int(token)), accumulator))
         if not provisional:
             state.pairs.fed = len(state.mtp)
         return state, points
@@ -388,52 +375,44 @@ class TableModel(ForwardPass):
 
     def rewind(self, state: State, length: int) -> int:
         state = self._own(state)
-        if not 0 <= length <= state.held:
-            raise StateError(f"rewind takes 0 to {state.held} tokens, got {length}")
+        if not 0 <= length <= state.length:
+            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
         state.provisional = None
-        if length == state.held:
+        if length == state.length:
             return length
-        if self.memory is Memory.ATTENTION:
-            known = state.pairs is None or state.pairs.knows(length)
-            if length and not (known and not state.needs.hidden):
-                length -= 1  # the last kept token runs again, to restore its hidden state
-            del state.entries[length:]
-            state.held, state.point = length, state.entries[-1] if length else self.start
-        else:
-            state.marks = [mark for mark in state.marks if mark[0] <= length]
-            state.held, state.point = state.marks[-1] if state.marks else (0, self.start)
+        if self.memory is Memory.RECURRENT:
+            length = max((mark for mark in state.marks if mark <= length), default=0)
+        elif length and (state.needs.hidden or not (state.pairs is None or state.pairs.knows(length))):
+            length -= 1  # the last kept token runs again, to restore its hidden state
+        del state.points[length:]
+        state.marks = [mark for mark in state.marks if mark <= length]
         if state.pairs is not None:
-            state.pairs.cut(state.held)
+            state.pairs.cut(length)
             del state.mtp[state.pairs.fed :]
-        return state.held
+        return length
 
     def snapshot(self, state: State) -> Snapshot:
         state = self._own(state)
-        points = state.entries if self.memory is Memory.ATTENTION else [state.point]
         self.feed_mtp(state)
         fed = 0 if state.pairs is None else state.pairs.fed
         arrays = {
-            "tails": np.array([point.tail for point in points], dtype=np.int64).reshape(-1, self.order),
-            "accumulators": np.array([point.accumulator for point in points], dtype=np.uint64),
+            "tails": np.array([point.tail for point in state.points], dtype=np.int64).reshape(-1, self.order),
+            "accumulators": np.array([point.accumulator for point in state.points], dtype=np.uint64),
             "mtp": np.array(state.mtp[:fed], dtype=np.uint64),
         }
-        return Snapshot(state.held, state.capacity, arrays, {} if state.pairs is None else {"mtp_length": fed})
+        return Snapshot(state.length, state.capacity, arrays, {} if state.pairs is None else {"mtp_length": fed})
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TableState:
         state = self.new_state(snapshot.capacity, needs)
-        accumulators = np.asarray(snapshot.arrays["accumulators"]).tolist()  # of numpy, or of torch after a file
-        tails = [tuple(int(token) for token in tail) for tail in snapshot.arrays["tails"]]
-        points = [_Point(tail, accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
-        if self.memory is Memory.ATTENTION and len(points) != snapshot.length:
-            raise StateError(f"a state of {snapshot.length} tokens, saved with {len(points)}")
-        state.held = snapshot.length
-        state.point = points[-1] if points else self.start
-        state.entries = points if self.memory is Memory.ATTENTION else []
+        tails, accumulators = (np.asarray(snapshot.arrays[name]).tolist() for name in ("tails", "accumulators"))
+        if not len(tails) == len(accumulators) == snapshot.length:
+            raise StateError(f"a state of {snapshot.length} tokens, saved with {len(tails)}")
+        state.points = [_Point(tuple(tail), accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
         if state.pairs is not None and "mtp_length" in snapshot.meta:
             state.mtp = np.asarray(snapshot.arrays["mtp"]).tolist()
             state.pairs.fed = len(state.mtp)
-            if state.pairs.fed < state.held:
-                state.pairs.resume(state.pairs.fed, [], TableHidden(self, [state.point]))
+            if state.pairs.fed < state.length:
+                state.pairs.resume(state.pairs.fed, [], self._hidden([state.last]))
         return state
 
     def _own(self, state: State) -> TableState:

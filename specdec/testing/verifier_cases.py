@@ -13,7 +13,7 @@ import numpy as np
 from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
 from specdec.errors import UnsupportedError
 from specdec.sampling import Purpose, draft_token, draw, gumbel
-from specdec.testing.reference_sampling import Surplus, reference_distribution, reference_logits
+from specdec.testing.reference_sampling import Places, reference_distribution, reference_logits
 from specdec.testing.strategies import log_uniform, samplings, seeds
 from specdec.testing.table_model import TableLogits, TableModel
 
@@ -208,7 +208,6 @@ _SETTINGS = {
 }
 _CHOSEN = ("plain", "plain", "plain", "plain", "penalties", "filters")
 _DRAFTS = ("drawn", "drawn", "drawn", "drawn from a part of the vocabulary", "best tokens without probs")
-_FUNCTIONS = ("the draft's surplus", "the best token", "rare tokens")
 
 
 @cache
@@ -217,18 +216,20 @@ def _law(name: str, settings: str, last: int, before: frozenset[int]) -> NDArray
     return reference_distribution(np.log(_PAIRS[name][0][last]).tolist(), [0, *before], _SETTINGS[settings], 1)
 
 
-def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surplus | None:
+def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Places | None:
     """Drafts of 1 to 15 tokens that follow the target but at one position; None if the verifier refuses all settings.
 
-    In a third of them there is no such position, so the bonus token is reached; in the others it is rather late.
+    In a third of them there is no such position, so the bonus token is reached; in the others it is rather late. A
+    quarter does not follow the target anywhere.
     """
-    rng, surplus, taken = np.random.default_rng(seed), Surplus(_FUNCTIONS), False
+    rng, places, taken = np.random.default_rng(seed), Places(seed), False
     for number in draws:
         name = "rare tokens" if number % 8 == 7 else "even"
         target, draft = _PAIRS[name]
         settings, kind = (options[int(rng.integers(len(options)))] for options in (_CHOSEN, _DRAFTS))
         depth = 1 + number % 15
         other = depth if rng.random() < 1 / 3 else int(rng.integers(depth, size=2).max())
+        nowhere, some = rng.random() < 1 / 4, int(rng.integers(depth + 1))
         sampling = attrs.evolve(_SETTINGS[settings], seed=(seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)
         context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
 
@@ -238,7 +239,7 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surpl
 
         tokens, probs = [0], []
         for row in range(depth):
-            logits = np.log((draft if row == other else target)[tokens[-1]]).astype(np.float32)
+            logits = np.log((draft if nowhere or row == other else target)[tokens[-1]]).astype(np.float32)
             if kind == "best tokens without probs":
                 tokens.append(int(logits.argmax()))
                 continue
@@ -256,15 +257,14 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Surpl
         tokens = [*tokens[: verdict.accepted + 1], int(verdict.next_token)]
         while len(tokens) < depth + 2:  # the rest comes from the target
             tokens.append(draw(law(tokens), rng.random()))
-        for row in {other, depth, 0}:
+        for row in {other, depth, 0, some}:
             before, token = tokens[: row + 1], tokens[row + 1]
-            expected, ids = law(before), np.arange(len(target))
+            expected = law(before)
             excess = np.log(np.maximum(draft[before[-1]], 1e-3) / np.maximum(expected, 1e-3))
-            values = np.stack([excess, ids == expected.argmax(), expected < 0.03])
-            groups = [f"{name}, every position", f"{name}, position {row}", f"{kind}, {settings}"]
+            groups = [f"{name}, every position", f"{name}, position {row}", f"{kind}, {settings}", f"{nowhere = }"]
             if row == other:
                 place = "bonus tokens" if row == depth else "other positions"
                 groups += [f"{name}, {place}", f"{place} of {depth} drafted tokens"]
                 groups += [f"{place} from {least} on" for least in (1, 5, 8) if row >= least]
-            surplus.add(groups, token, expected, values)
-    return surplus if taken else None
+            places.add(groups, token, expected, excess)
+    return places if taken else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -16,12 +15,12 @@ import torch
 
 from specdec.contract import Draft, DraftNoise, Sampling
 from specdec.testing.checks import Faults
-from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for, usable
+from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory
 
 VOCAB = 40
-DEPTHS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 7, 8, 13, 15)  # up to the rows of a pass; most are short
+DEPTHS = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 8, 13, 15)  # up to the rows of a pass; most are short
 
 _INDEPENDENT = DraftNoise.INDEPENDENT
 SETTINGS: Mapping[str, tuple[Sampling, DraftNoise]] = {
@@ -88,8 +87,9 @@ class Walk:
         sampling, noise = SETTINGS[self.setting]
         model = target_for(self.subject, self.memory, vocab=VOCAB)
         sampling = attrs.evolve(sampling, logit_bias=dict(sampling.logit_bias))
-        how: dict[str, Any] = {"model": model, "sampling": sampling, "noise": noise, "faults": self.faults}
-        self.session = session = ScriptedSession.start(self.subject, **how)
+        self.session = session = ScriptedSession(
+            subject=self.subject, model=model, sampling=sampling, noise=noise, faults=self.faults
+        )
         if self.route in ("restored", "rebuilt"):
             session.keep()  # of a sequence without tokens
         if self.route == "reported":
@@ -132,7 +132,7 @@ class Walk:
             self.faults.note("D4", not nothing.tokens, "a draft of depth 0 has tokens", got=nothing)
         draft = session.propose(depth)
         self.drafts[at] = session.drafts[-1][1]
-        verified = usable(draft, depth, VOCAB).tokens
+        verified = draft.tokens
         if mixed and rng.random() < 0.3:  # another drafter's draft
             verified = tuple(tokens[at : at + int(rng.integers(0, 5))])
         cut = min(len(tokens) - at - 1, int(rng.integers(0, 6)) if mixed else 0 if self.route == "steps" else depth)
@@ -157,7 +157,7 @@ class Walk:
         what = "after a rewind and other tokens, the draft is not that of a fresh drafter"
         same_draft = drafts_equal(got, expected)
         self.faults.note("D7", same_draft, what, got=got, expected=expected, tokens=session.tokens)
-        session.finish(usable(got, depth, VOCAB), 0, int(rng.integers(VOCAB)))
+        session.finish(got, 0, int(rng.integers(VOCAB)))
         session.rewind(back)
         session.feed(tokens[back:])
         if rng.random() < 0.3:  # to where it is
@@ -178,9 +178,9 @@ class Walk:
         self._elsewhere(session, ahead, 2)
         changed = [name for name, array in before.items() if not torch.equal(array, torch.as_tensor(arrays[name]))]
         self.faults.note("D17", not changed, "arrays of a snapshot changed when the text went on", got=changed)
-        self.session = session.restored(copy, saved)
+        self.session = session.another(copy, saved)
         self.session.drafts = session.drafts
-        self._elsewhere(session.restored(copy, saved), ahead, 2)
+        self._elsewhere(session.another(copy, saved), ahead, 2)
         if rng.random() < 0.3:  # to before what was saved
             length = max(1, len(copy.tokens) - int(2 ** rng.uniform(0, 8)))
             self.session.rewind(length)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from specdec.contract import Drafter, Needs, Parity
-from specdec.testing import Subject, as_subject, check_subjects
+from specdec.testing import check_plugin
 from tests import tiny
 from tests.decoding import test_lossless as lossless
 from tests.decoding.test_lossless import Case, adversarial, mtp, ngram, oracle, partly_right, random
@@ -113,9 +113,8 @@ def check_drafter(
 
 def check_target(name: str, target: Any, *more: str) -> None:
     """Commits, rewinds, copies, drafts and batches, by the kit's clauses of targets; and by ``more`` of them."""
-    subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
     only = ["F2", "F3", "F4", "F13", "F30", *more]
-    check_subjects(name, subjects, effort="sample", only=only).raise_for_failures()
+    check_plugin(target, effort="sample", only=only).raise_for_failures()
 
 
 def check_sessions(

@@ -121,8 +121,7 @@ def test_a_pass_that_changes_from_time_to_time_is_found(checkpoint, monkeypatch)
 def test_another_engines_model_is_compared_by_passes(memory):
     """There are no layers to look at; its own word and whole passes are what a promise can rest on."""
     table = np.random.default_rng(0).dirichlet(np.ones(7), size=(7, 7))
-    tilt = 0.0 if memory is Memory.CONVOLUTION else 0.3
-    target = TableModel(table, memory=memory, tilt=tilt, mtp_table=table, max_positions=64, max_rows=6)
+    target = TableModel(table, memory=memory, tilt=0.3, mtp_table=table, max_positions=64, max_rows=6)
     findings = probe_bits(target)
     assert len(findings) == 2
     assert all(finding.equal for finding in findings)

@@ -11,7 +11,7 @@ from specdec.testing import (
     Status,
     Subject,
     as_subject,
-    check_subjects,
+    check_plugin,
     iter_checks,
     run_check,
 )
@@ -60,8 +60,7 @@ def test_a_wrong_plugin_is_found_by_its_clause(case):
 
 
 def test_the_right_drafter_that_they_derive_from_passes():
-    subjects = {Subject.DRAFTER: DrafterSubject(make=drafters.Honest)}
-    check_subjects("honest", subjects, effort="sample").raise_for_failures()
+    check_plugin(DrafterSubject(make=drafters.Honest), effort="sample").raise_for_failures()
 
 
 @pytest.mark.sample

@@ -24,7 +24,7 @@ from specdec.testing import (
     Subject,
     TableModel,
     as_subject,
-    check_subjects,
+    check_plugin,
 )
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.testing.second_model import second_model
@@ -107,7 +107,7 @@ class Eighths(TableModel):
     """Goes back to multiples of eight tokens only."""
 
     def rewind(self, state, length):
-        return super().rewind(state, length // 8 * 8 if 0 <= length <= state.held else length)
+        return super().rewind(state, length // 8 * 8 if 0 <= length <= state.length else length)
 
 
 UNUSUAL = {
@@ -162,19 +162,19 @@ BUILT_INS = {
 SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON", "margin") and "first_of" not in name]
 
 
-def check(name, subject, given, effort="quick"):
-    check_subjects(name, {subject: as_subject(subject, given)}, effort=effort).raise_for_failures()
+def check(subject, given, effort="quick"):
+    check_plugin(as_subject(subject, given), effort=effort).raise_for_failures()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_INS)
 def test_a_built_in_plugin_passes(name):
-    check(name, *BUILT_INS[name])
+    check(*BUILT_INS[name])
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_built_in_plugin_passes_a_sample(name):
-    check(name, *BUILT_INS[name], effort="sample")
+    check(*BUILT_INS[name], effort="sample")
 
 
 @pytest.mark.parametrize(
@@ -190,15 +190,13 @@ def test_causal_lm_over_random_weights(make_target, family, kernels, effort, mon
     """
     monkeypatch.setattr(causal_lm, "PREFILL_ROWS", 13)
     target = make_target(family, kernels=kernels)
-    subject = as_subject(Subject.FORWARD_PASS, target)
-    check(f"target {family}, {kernels}", Subject.FORWARD_PASS, subject, effort=effort)
+    check(Subject.FORWARD_PASS, target, effort=effort)
 
 
 def test_a_model_of_eight_positions_drafts_as_far_as_they_reach(make_target):
     target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1], max_positions=8)
     assert target.info.max_positions == 8
-    subject = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
-    check_subjects("eight positions", subject, only=["F13", "F22"]).raise_for_failures()
+    check_plugin(target, only=["F13", "F22"]).raise_for_failures()
 
 
 def test_the_mtp_drafter_over_a_real_head(make_target):

@@ -15,17 +15,7 @@ from specdec.contract import ForwardPass
 from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
-from specdec.testing import (
-    Status,
-    Subject,
-    TableModel,
-    as_subject,
-    check_plugin,
-    expect,
-    iter_checks,
-    parametrize_checks,
-    run_check,
-)
+from specdec.testing import Status, Subject, TableModel, as_subject, expect, iter_checks, parametrize_checks, run_check
 from specdec.testing.checks import LEAST, Broken, Run
 from tests.processes import run_specdec
 from tests.testing import contract_pages
@@ -52,7 +42,7 @@ def test_a_failure_says_clause_case_and_replay():
     assert outcome.status is Status.FAILED
     for part in (
         "D1 A draft has at most ``depth`` tokens",
-        "the draft is too long",
+        "draft longer than asked for",
         "smallest case",
         "got:",
         "expected:",
@@ -63,18 +53,10 @@ def test_a_failure_says_clause_case_and_replay():
     assert "length = " in text
 
 
-def test_a_known_failure_is_reported_with_its_reason_and_one_that_passes_fails():
-    subject = as_subject(Subject.DRAFTER, drafters.TooLong)
-    assert run_check(_check("D1"), subject, known="issue 12", shrink=False).status is Status.KNOWN
-    outcome = run_check(_check("D2"), subject, known="issue 12", effort="sample")
-    assert outcome.status is Status.FAILED
-    assert "known failure, and it passes" in outcome.detail
-
-
 def test_a_known_failure_that_is_no_check_is_an_error_with_a_suggestion():
     with pytest.raises(ConfigError, match=r"no check 'D77'.*"):
-        check_plugin(none_specs()[0], known_failures={"D77": "typo"})
-    with pytest.raises(ConfigError, match="another kind of plugin"):
+        parametrize_checks(drafter=none_specs()[0], known_failures={"D77": "typo"})
+    with pytest.raises(ConfigError, match="no check 'V1' of a drafter"):
         parametrize_checks(drafter=none_specs()[0], known_failures={"V1": "reason"})
 
 
@@ -85,6 +67,13 @@ def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
 
     text = str(run_check(_check("D3"), as_subject(Subject.DRAFTER, Crashes), shrink=False).failure)
     assert "ZeroDivisionError: oh (propose, test_kit.py" in text
+
+
+@parametrize_checks(
+    depth_policy=policies.GrowsForEver, effort="sample", known_failures={"P4": "it grows for ever, on purpose"}
+)
+def test_a_known_failure_is_expected_and_may_not_pass(check):
+    check()
 
 
 @parametrize_checks(depth_policy=specdec_depth_policies()[0], effort="sample")
@@ -160,7 +149,7 @@ def test_the_command_prints_one_object_and_says_by_its_status_how_it_went():
 def test_the_command_fails_a_broken_plugin(monkeypatch):
     from specdec.testing import reports
 
-    subjects = ([("broken", Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
+    subjects = ([(Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
     monkeypatch.setattr(reports, "registered_subjects", lambda *arguments: subjects)
     done = _command("broken", "--only", "P4", "--effort", "sample")
     assert done.exit_code == 1

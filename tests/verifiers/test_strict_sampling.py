@@ -158,7 +158,7 @@ def test_a_large_vocabulary_keeps_its_tail():
         context = Context([1], Sampling(temperature=1.0, seed=seed), generated_from=1)
         counts[np.searchsorted(edges, StrictVerifier().verify(Draft(), logits, context).next_token, side="right")] += 1
     law = weights / weights.sum()
-    assert goodness_of_fit(counts, [part.sum() for part in np.split(law, edges)]).passes(1e-4)
+    assert goodness_of_fit(counts, [part.sum() for part in np.split(law, edges)]) >= 1e-4
 
 
 @given(strategies.distributions(6), st.floats(0, 1, exclude_min=True, exclude_max=True))

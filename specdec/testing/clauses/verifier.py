@@ -214,11 +214,11 @@ def target_distribution(subject: VerifierSubject, run: Run) -> None:
     verifier = subject.make()
     if verifier.guarantee not in (Guarantee.EXACT, Guarantee.DISTRIBUTION):
         not_applicable(f"a {verifier.guarantee.value} verifier promises no distribution")
-    surplus = every_position(verifier, run.repeat(1500, least=200), run.seed)
-    if surplus is not None:
-        surplus.judge("the emitted tokens do not follow the target's distribution", run_seed=run.seed)
+    places = every_position(verifier, run.repeat(1500, least=200), run.seed)
+    if places is not None:
+        places.judge("the emitted tokens do not follow the target's distribution", run_seed=run.seed)
     _drive(subject, run, "V5")
-    if surplus is None:
+    if places is None:
         not_applicable("it refuses temperatures above 0; at temperature 0 it chooses the best token of every row")
 
 
@@ -233,25 +233,25 @@ def all_of_the_noise(subject: VerifierSubject, run: Run) -> None:
     rows = rng.standard_normal((8, 4, 40)).astype(np.float32)  # each at a position, and so with noise, of its own
     draft = Draft(tuple(range(3)), np.full((3, 40), 1 / 40, np.float32))
 
-    def verdicts(seed: int, length: int, cycle: int = 1) -> list[Verdict | None]:
+    seed, length = int(rng.integers(0, 2**63 - 1)), 9
+
+    def verdicts(seed: int = seed, length: int = length, cycle: int = 1) -> list[Verdict | None]:
         settings: dict[str, Any] = {"sampling": Sampling(temperature=1.0, seed=seed), "cycle": cycle}
         return [
             decide(verifier, Case(logits, [1] * (length + at), draft, **settings)) for at, logits in enumerate(rows)
         ]
 
-    seed, length = int(rng.integers(0, 2**63 - 1)), 9
-    usual = verdicts(seed, length)
-    if all(verdicts(other, length) == usual for other in range(8)):
+    usual = verdicts()
+    if all(verdicts(seed=other) == usual for other in range(8)):
         not_applicable("it draws nothing")
-    for bit in range(63):
-        what = f"seeds that differ in bit {bit} alone give the same verdicts"
-        expect(verdicts(seed ^ (1 << bit), length) != usual, what, seed=seed, other=seed ^ (1 << bit))
-    for bit in range(12):
-        what = f"positions that are {1 << bit} apart give the same verdicts"
-        expect(verdicts(seed, length + (1 << bit)) != usual, what, seed=seed, position=length)
-    for cycle in (2, 3, 2**20 + 1) if verifier.draft_noise is DraftNoise.INDEPENDENT else ():
-        what = "a position that is decided again in another cycle gets the same noise"
-        expect(verdicts(seed, length, cycle) != usual, what, seed=seed, position=length, cycles=(1, cycle))
+    changes: dict[str, dict[str, int]] = {
+        **{f"seeds that differ in bit {bit}": {"seed": seed ^ (1 << bit)} for bit in range(63)},
+        **{f"positions that are {1 << bit} apart": {"length": length + (1 << bit)} for bit in range(12)},
+    }
+    if verifier.draft_noise is DraftNoise.INDEPENDENT:
+        changes |= {f"cycles 1 and {cycle}": {"cycle": cycle} for cycle in (2, 3, 2**20 + 1)}
+    for what, change in changes.items():
+        expect(verdicts(**change) != usual, f"{what} give the same verdicts", seed=seed, position=length, other=change)
 
 
 @check("V13")

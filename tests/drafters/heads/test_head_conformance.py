@@ -6,7 +6,7 @@ from examples.first_refiner import specdec_drafters as example_drafters
 from specdec.drafters.heads import drafter
 from specdec.drafters.heads.drafter import HeadConfig
 from specdec.drafters.heads.plugin import specdec_drafters
-from specdec.testing import Subject, as_subject, check_subjects
+from specdec.testing import check_plugin
 
 SPECS = {spec.name: spec for spec in (*specdec_drafters(), *example_drafters()) if spec.name != "head"}
 
@@ -16,5 +16,4 @@ SPECS = {spec.name: spec for spec in (*specdec_drafters(), *example_drafters()) 
 def test_heads_conform(name, monkeypatch):
     for limit, rows in {"IDLE_ROWS": 10, "WAITING_ROWS": 4, "FEED_ROWS": 3}.items():  # reached by short texts too
         monkeypatch.setattr(drafter, limit, rows)
-    subject = as_subject(Subject.DRAFTER, SPECS[name], HeadConfig(model="random"))
-    check_subjects(name, {Subject.DRAFTER: subject}, effort="sample").raise_for_failures()
+    check_plugin(SPECS[name], config=HeadConfig(model="random"), effort="sample").raise_for_failures()

@@ -24,15 +24,15 @@ class ForgetsInLongPrompts(TableModel):
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
         if len(tokens) > self.longest:
-            state.point = attrs.evolve(state.point, accumulator=state.point.accumulator ^ 1)
+            state.points[-1] = state.last._replace(accumulator=state.last.accumulator ^ 1)
         return output
 
 
 class ClaimsTheRewind(TableModel):
     def rewind(self, state, length):
         reached = super().rewind(state, length)
-        state.held = length
-        return length if reached < length else reached
+        state.points += [self.start] * (length - reached)
+        return length
 
 
 class SharesItsSnapshot(TableModel):
@@ -71,10 +71,10 @@ class IgnoresMisuse(TableModel):
 class TiesToTheHighestId(TableModel):
     """Every logit twice."""
 
-    def _row(self, point):
-        row = super()._row(point)
-        row[1::2] = row[: len(row) - 1 : 2]
-        return row
+    def _rows(self, points):
+        rows = super()._rows(points)
+        rows[:, 1::2] = rows[:, : self.vocab - 1 : 2]
+        return rows
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
@@ -90,12 +90,12 @@ class _HighTies(TableLogits):
 class LogitsFromPrefill(TableModel):
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
-        return attrs.evolve(output, logits=TableLogits(self._row(state.point)[None]))
+        return attrs.evolve(output, logits=TableLogits(self._rows([state.last])))
 
 
 class LastPlaceUnusable(TableModel):
     def decode(self, state, tokens):
-        if state.held + len(tokens) >= state.capacity:
+        if state.length + len(tokens) >= state.capacity:
             raise StateError("full")
         return super().decode(state, tokens)
 
@@ -135,9 +135,9 @@ class HiddenStatesOverwritten(TableModel):
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
         buffers = self.__dict__.setdefault("buffers", {})
-        for hidden in (output.hidden, *output.boundaries.values()):
+        for place, hidden in {None: output.hidden, **output.boundaries}.items():
             if hidden is not None:
-                buffers.setdefault((len(tokens), hidden.boundary), hidden).points = hidden.points
+                buffers.setdefault((len(tokens), place), hidden).array = hidden.array
         boundaries = {k: buffers[len(tokens), k] for k in output.boundaries}
         return attrs.evolve(output, hidden=output.hidden and buffers[len(tokens), None], boundaries=boundaries)
 

@@ -53,6 +53,12 @@ class Layer(Call):
         results = self.of(self.bench.ops, first, last, cache=cache)
         return np.concatenate([self.bench.host(one).reshape(last - first, -1) for one in results], axis=1)
 
+    def tried(self) -> Layer:
+        """This layer. Raises: NotApplicable if the backend lacks it."""
+        with self.bench.optional(self.name):
+            self.outputs(self.cache(1), 0, 1)
+        return self
+
     def in_passes(self, passes: list[int]) -> Float64:
         """The results of all rows in passes of these lengths, each committed as a whole."""
         cache, out, at = self.cache(sum(passes) + 3), [], 0
@@ -125,16 +131,13 @@ def attention(bench: Bench, rows: int, *, gated: bool = True) -> Layer:
 
 
 def latent(bench: Bench, rows: int) -> Layer:
-    """Latent attention. Raises: NotApplicable if the backend has none."""
+    """Latent attention, if the backend has it."""
 
     def run(ops: Ops, cache: Any, q: Any, row: Any) -> Any:
         return ops.attend_latent(q, row, cache, scale=LATENT**-0.5, value_dims=LATENT_VALUES)
 
     arguments = bench.act(rows, HEADS * LATENT).heads(HEADS), bench.act(rows, LATENT)
-    layer = Layer(bench, "attend_latent", lambda ops, capacity: ops.new_latent(capacity, LATENT), run, *arguments)
-    with bench.optional("attend_latent"):
-        layer.outputs(layer.cache(1), 0, 1)
-    return layer
+    return Layer(bench, "attend_latent", lambda ops, rows: ops.new_latent(rows, LATENT), run, *arguments).tried()
 
 
 def window(
@@ -144,10 +147,7 @@ def window(
     *,
     causal: bool = True,
 ) -> Layer:
-    """Attention of a row to the cache from ``first(row, the pass's first row)`` on, which draft heads run.
-
-    Raises: NotApplicable if the backend has none.
-    """
+    """Attention of a row to the cache from ``first(row, the pass's first row)`` on, which draft heads run."""
 
     def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
         start = int(cache.length)
@@ -155,17 +155,11 @@ def window(
         return ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=spans, causal=causal)
 
     arguments = _heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)
-    layer = Layer(bench, "attend_from", _new_kv, run, *arguments, verifies=False)
-    with bench.optional("attend_from"):
-        layer.outputs(layer.cache(1), 0, 1)
-    return layer
+    return Layer(bench, "attend_from", _new_kv, run, *arguments, verifies=False).tried()
 
 
 def sliding(bench: Bench, rows: int, size: int = 3) -> Layer:
-    """Attention over a cache with a window; the reference attends to a plain cache from each row's first key on.
-
-    Raises: NotApplicable if the backend has none.
-    """
+    """Attention over a cache with a window; the reference attends to a plain cache from each row's first key on."""
 
     def new(ops: Ops, capacity: int) -> Cache:
         return _new_kv(ops, capacity) if ops is REFERENCE else ops.new_window(capacity, size, KV_HEADS, HEAD_DIM)
@@ -176,14 +170,11 @@ def sliding(bench: Bench, rows: int, size: int = 3) -> Layer:
         ages = range(cache.length + 1 - size, cache.length + 1 - size + q.shape[0])
         return ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=[max(0, first) for first in ages])
 
-    layer = Layer(bench, "new_window", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS))
-    with bench.optional("new_window"):
-        layer.cache(1)
-    return layer
+    return Layer(bench, "new_window", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)).tried()
 
 
 def sunk(bench: Bench, rows: int, size: int = 0) -> Layer:
-    """Attention over a cache with sinks, and a window or none. Raises: NotApplicable if the backend has none."""
+    """Attention over a cache with sinks, and a window or none."""
     sinks = bench.vector(HEADS, scale=3.0)
 
     def new(ops: Ops, capacity: int) -> Cache:
@@ -192,10 +183,7 @@ def sunk(bench: Bench, rows: int, size: int = 0) -> Layer:
     def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
         return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5)
 
-    layer = Layer(bench, "new_window with sinks", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS))
-    with bench.optional("new_window with sinks"):
-        layer.cache(1)
-    return layer
+    return Layer(bench, "new_window with sinks", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)).tried()
 
 
 def delta(bench: Bench, rows: int) -> Layer:
