@@ -119,7 +119,7 @@ class NativeOps(ReferenceOps):
 
         self._project = function("project", "piiiipppppi")
         self._linear = function("linear", "piiipiipipi")
-        self._gated = function("gated", "piiipipiiipi")
+        self._gated_product = function("gated", "piiipipiiipi")
         self._head = function("head", "piiipiipi")
         self._rms_norm = function("rms_norm", "piiipfpi")
         self._layer_norm = function("layer_norm", "piiippfpi")
@@ -421,7 +421,7 @@ class NativeOps(ReferenceOps):
         if ups != features:
             raise self._refused(op, "up", up, f"[{features}, {length}]")
         out = _new(rows, features, dtype=self.dtype)
-        self._gated(at, stride, rows, length, g, g_stride, u, u_stride, features, op == "geglu", out.data_ptr())
+        self._gated_product(at, stride, rows, length, g, g_stride, u, u_stride, features, op == "geglu", out.data_ptr())
         return out
 
     def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
@@ -614,8 +614,8 @@ class NativeOps(ReferenceOps):
     def _attend_span(self, q: Tensor, cache: CpuKVCache, low: int, end: int, scale: float) -> Tensor:
         """Attention of one row ``[1, nq, D]`` over the cached rows ``low`` to ``end - 1``: ``[1, nq * D]``."""
         keys, values = cache.keys[low:end], cache.values[low:end]
-        newest = torch.stack((keys[-1:], values[-1:])).unbind()  # the kernel writes them once more
-        return self._attended(q, *newest, keys, values, end - low - 1, scale)
+        k, v = torch.stack((keys[-1:], values[-1:])).unbind()  # the kernel writes them once more
+        return self._attended(q, k, v, keys, values, end - low - 1, scale)
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
 

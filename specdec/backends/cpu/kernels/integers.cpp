@@ -129,7 +129,7 @@ template <int BITS> struct Dot {
 Form form_of(const Packed& w) {
     const int bits = w.numbers.linear ? w.bits() : 8;
     const int32_t base = bits == 8 ? Dot<8>::BASE : bits == 4 ? Dot<4>::BASE : Dot<6>::BASE;
-    return {std::gcd(w.group, QUANTUM), w.has_low_bits(), (w.numbers.zero + 1) / 2 - base};
+    return {std::gcd(w.group, QUANTUM), w.has_low_bits(), w.half_zero() - base};
 }
 
 INLINE int32_t sum_of(uint64_t columns) {
@@ -194,9 +194,6 @@ constexpr int integer_vectors(int M) {
     return vectors;
 }
 
-// What is added to (number - zero) * unit, where `zero` is a half: of HALVES.
-INLINE float centre_of(const Packed& w) { return w.centre + (w.numbers.zero % 2 ? w.numbers.unit : 0.0f); }
-
 // Adds the products of the groups from `begin` to `end` of a panel to out[m * out_stride + f], f < FEATURES, for M rows.
 // `from_memory`: prefetch later codes.
 template <class C, bool OFFSET, int M>
@@ -209,7 +206,7 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
     const Activations<int8_t> x = activations;
     const Layout layout(w);
     const int64_t group = w.group, cell = std::gcd(group, QUANTUM), cells = group / cell;
-    const float unit = 2 * w.numbers.unit, centre = centre_of(w);
+    const float unit = 2 * w.numbers.unit, centre = w.rest();
     const bool has_inner = w.offsets == INNER || centre != 0;
     for (int64_t first = 0; first < FEATURES; first += V * W) {
         vf total[M * V];
@@ -301,7 +298,7 @@ void integer_panel(const Packed& w, const C& codes, const char* panel, const Act
         for (int64_t m = 0; m < rows;) {
             const int64_t left = rows - m;
             const int64_t tile = left <= INTEGER_ROWS ? left : left >= 2 * INTEGER_ROWS ? INTEGER_ROWS : (left + 1) / 2;
-            integer_tile_of<C>(tile, w.offsets || centre_of(w) != 0, std::make_index_sequence<INTEGER_ROWS>{})(
+            integer_tile_of<C>(tile, w.needs_sums(), std::make_index_sequence<INTEGER_ROWS>{})(
                 w, codes, panel, g, std::min(g + at_once, groups), x.from(m, 0, 0), out + m * out_stride, out_stride,
                 m == 0);
             m += tile;

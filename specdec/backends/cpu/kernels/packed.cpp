@@ -128,12 +128,12 @@ template <class C> struct Pairs : C {
     }
 };
 
-template <class C> struct Values : Pairs<C> {  // as floats: times the numbers' unit
+template <class C> struct Values : Pairs<C> {  // as floats: times twice the numbers' unit
     int32_t zero;
-    explicit Values(const C& codes, const Numbers& numbers) : Pairs<C>{codes}, zero(numbers.zero) {}
+    explicit Values(const C& codes, const Packed& w) : Pairs<C>{codes}, zero(w.half_zero()) {}
     INLINE Two open(const char* p, int pair) const {
         const vu numbers = Pairs<C>::open(p, pair);
-        const auto wide = [&](vu one) { return __builtin_convertvector(2 * (vi)one - zero, vf); };
+        const auto wide = [&](vu one) { return __builtin_convertvector((vi)one - zero, vf); };
         return two(wide(numbers & 0xffff), wide(numbers >> 16));
     }
 };
@@ -391,7 +391,7 @@ void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int
         run(Floats{}, {1, w.centre});
     else
         with_codes(w, [&]<class C>(const C& codes) {
-            run(Values<C>(codes, numbers), {numbers.unit, w.centre});
+            run(Values<C>(codes, w), {2 * numbers.unit, w.rest()});
         });
 #endif
 }

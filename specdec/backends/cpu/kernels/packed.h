@@ -82,7 +82,10 @@ struct Packed {
     int64_t panel_bytes() const { return blocks() * units() + groups() * side() + code_bytes(k); }
     bool has_low_bits() const { return bits() < 8; }  // in words of 8 columns
     const char* panel(int64_t row) const { return data() + row / FEATURES * panel_bytes(); }
-    bool needs_sums() const { return offsets || centre != 0; }
+    // What is added to 2 * (number - half_zero) * unit.
+    float rest() const { return centre + (numbers.zero % 2 ? numbers.unit : 0.0f); }
+    int32_t half_zero() const { return (numbers.zero + 1) / 2; }
+    bool needs_sums() const { return offsets || rest() != 0; }
     bool takes_int8() const { return int8 && numbers.unit != 0; }
     bool takes_whole_numbers() const {  // if activations are bfloat16
         return WHOLE_NUMBERS && !int8 && numbers.unit != 0;
