@@ -119,8 +119,7 @@ class NativeOps(ReferenceOps):
 
         self._project = function("project", "piiiipppppi")
         self._linear = function("linear", "piiipiipipi")
-        self._swiglu = function("swiglu", "piiipipiipi")
-        self._geglu = function("geglu", "piiipipiipi")
+        self._gated_product = function("gated", "piiipipiiipi")
         self._head = function("head", "piiipiipi")
         self._rms_norm = function("rms_norm", "piiipfpi")
         self._layer_norm = function("layer_norm", "piiippfpi")
@@ -133,8 +132,7 @@ class NativeOps(ReferenceOps):
         self._conv_window = function("conv_window", "ppiiipippi")
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
         self._copy_rows = Kernel(kernels, "copy_rows", "pipiii")
-        self._embed = Kernel(kernels, "embed_rows", "piiipip", result=ctypes.c_int64)
-        self._embed_range = Kernel(kernels, "embed_range", "piiiiip", result=ctypes.c_int64)
+        self._embed = Kernel(kernels, "embed_rows", "piiipiip", result=ctypes.c_int64)
         self._argmax_rows = Kernel(kernels, "argmax_rows", "piipi", threads=self.threads)
         self._choose_rows = Kernel(kernels, "choose_rows", "piipippi", threads=self.threads)
         self._is_file = Kernel(kernels, "is_file", "pi", result=ctypes.c_int64)
@@ -329,7 +327,7 @@ class NativeOps(ReferenceOps):
         at, stride, row_bytes, vocabulary = self._table(table, "embed")
         out = _new(rows, table.shape[1], dtype=self.dtype)
         ids = tokens.pointer if isinstance(tokens, RecordedTokens) else (ctypes.c_int64 * rows)(*tokens)
-        bad = self._embed(at, stride, row_bytes, vocabulary, ids, rows, out.data_ptr())
+        bad = self._embed(at, stride, row_bytes, vocabulary, ids, 0, rows, out.data_ptr())
         if bad >= 0:
             raise ContractError(f"token {tokens[bad]} of row {bad} is not in the vocabulary (0..{vocabulary - 1})")
         return out
@@ -337,7 +335,7 @@ class NativeOps(ReferenceOps):
     def add_positions(self, x: Tensor, table: Tensor, position: int) -> Tensor:
         at, stride, row_bytes, size = self._table(table, "add_positions")
         learned = _new(x.shape[0], table.shape[1], dtype=self.dtype)
-        bad = self._embed_range(at, stride, row_bytes, size, position, x.shape[0], learned.data_ptr())
+        bad = self._embed(at, stride, row_bytes, size, 0, position, x.shape[0], learned.data_ptr())
         if bad >= 0:
             raise ContractError(f"position {position + bad} has no embedding (0..{size - 1})")
         return self.add(x, learned)
@@ -411,19 +409,19 @@ class NativeOps(ReferenceOps):
         return out
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        return self._gated_by(x, gate, up, "swiglu", self._swiglu)
+        return self._gated_by(x, gate, up, "swiglu")
 
     def geglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        return self._gated_by(x, gate, up, "geglu", self._geglu)
+        return self._gated_by(x, gate, up, "geglu")
 
-    def _gated_by(self, x: Tensor, gate: Tensor, up: Tensor, op: str, kernel: Kernel) -> Tensor:
+    def _gated_by(self, x: Tensor, gate: Tensor, up: Tensor, op: str) -> Tensor:
         at, stride, rows, length = self._rows(x, op)
         g, g_stride, features = self._matrix(gate, length, op)
         u, u_stride, ups = self._matrix(up, length, op)
         if ups != features:
             raise self._refused(op, "up", up, f"[{features}, {length}]")
         out = _new(rows, features, dtype=self.dtype)
-        kernel(at, stride, rows, length, g, g_stride, u, u_stride, features, out.data_ptr())
+        self._gated_product(at, stride, rows, length, g, g_stride, u, u_stride, features, op == "geglu", out.data_ptr())
         return out
 
     def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
@@ -533,32 +531,37 @@ class NativeOps(ReferenceOps):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, *, scale: float, gate: Tensor | None = None
     ) -> Tensor:
+        self._fitting(q, k, v, cache, "attend")
+        start, _ = cache.reserve(q.shape[0])
+        if gate is not None and gate.shape != q.shape:
+            raise self._refused("attend", "gate", gate, str(list(q.shape)))
+        sinks = 0 if cache.sinks is None else self._floats(cache.sinks, q.shape[1], "attend", "sinks")
+        return self._attended(q, k, v, cache.keys, cache.values, start, scale, cache.window, sinks, gate)
+
+    def _attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        scale: float,
+        window: int = 0,
+        sinks: int = 0,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """Write ``k`` and ``v`` to ``keys`` and ``values`` from row ``start`` on; causal attention of those rows."""
         rows, heads, dim = q.shape
-        kv_heads = self._fitting(q, k, v, cache, "attend")
-        start, _ = cache.reserve(rows)
-        gate_view = (0, 0, 0)
-        if gate is not None:
-            if gate.shape != q.shape:
-                raise self._refused("attend", "gate", gate, str(list(q.shape)))
-            gate_view = self._heads(gate, "attend", "gate")
+        views = [
+            address
+            for name, x in (("q", q), ("k", k), ("v", v), ("gate", gate))
+            for address in ((0, 0, 0) if x is None else self._heads(x, "attend", name))
+        ]
         out = _new(rows, heads * dim, dtype=self.dtype)
-        self._attend(
-            *self._heads(q, "attend", "q"),
-            *self._heads(k, "attend", "k"),
-            *self._heads(v, "attend", "v"),
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
-            *gate_view,
-            rows,
-            heads,
-            kv_heads,
-            dim,
-            start,
-            cache.window,
-            scale,
-            0 if cache.sinks is None else self._floats(cache.sinks, heads, "attend", "sinks"),
-            out.data_ptr(),
-        )
+        to = keys.data_ptr(), values.data_ptr()
+        sizes = rows, heads, keys.shape[1], dim, start, window
+        self._attend(*views[:9], *to, *views[9:], *sizes, scale, sinks, out.data_ptr())
         return out
 
     def _fitting(self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, op: str) -> int:
@@ -601,30 +604,9 @@ class NativeOps(ReferenceOps):
 
     def _attend_span(self, q: Tensor, cache: CpuKVCache, low: int, end: int, scale: float) -> Tensor:
         """Attention of one row ``[1, nq, D]`` over the cached rows ``low`` to ``end - 1``: ``[1, nq * D]``."""
-        _, heads, dim = q.shape
         keys, values = cache.keys[low:end], cache.values[low:end]
-        newest = (torch.stack((keys[-1:], values[-1:]))).unbind()  # the kernel writes them once more
-        out = _new(1, heads * dim, dtype=self.dtype)
-        self._attend(
-            *self._heads(q, "attend_from", "q"),
-            *self._heads(newest[0], "attend_from", "k"),
-            *self._heads(newest[1], "attend_from", "v"),
-            keys.data_ptr(),
-            values.data_ptr(),
-            0,
-            0,
-            0,
-            1,
-            heads,
-            keys.shape[1],
-            dim,
-            end - low - 1,
-            0,
-            scale,
-            0,
-            out.data_ptr(),
-        )
-        return out
+        k, v = torch.stack((keys[-1:], values[-1:])).unbind()  # the kernel writes them once more
+        return self._attended(q, k, v, keys, values, end - low - 1, scale)
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
 

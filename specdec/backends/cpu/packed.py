@@ -8,6 +8,7 @@ integers plus one half, or those of e4m3. Scales and offsets keep the narrowest 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ class Header(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("centre", ctypes.c_float),
         ("values", ctypes.c_uint16 * 128),
-        ("unit", ctypes.c_float),  # this one and the following are filled in by pack_codes
+        ("unit", ctypes.c_float),
         ("zero", ctypes.c_int32),
         ("linear", ctypes.c_int32),
         ("numbers", ctypes.c_uint8 * 16),
@@ -57,12 +58,18 @@ class Header(ctypes.Structure):
 
 @attrs.frozen
 class _Codes:
-    """How codes are translated: their kind, its 16 values or 128 magnitudes, and the internal code of each."""
+    """How codes are translated: their kind, its 16 values or 128 magnitudes, and the internal code of each.
+
+    A value less ``centre`` is ``(2 * number - zero) * unit``. The number is the code, or that of ``numbers``.
+    """
 
     kind: int
     values: Tensor
     internal: Tensor  # uint8 [256]
     centre: float = 0.0
+    unit: float = 0.5  # 0 of e4m3
+    zero: int = 256
+    numbers: tuple[int, ...] = ()
 
 
 def takes_int8(matrix: StoredMatrix) -> bool:
@@ -163,7 +170,11 @@ class Packer:
             int8=matrix.format in self._int8,
             factor=1.0,
             centre=translated.centre,
+            unit=translated.unit,
+            zero=translated.zero,
+            linear=translated.numbers == tuple(range(len(translated.numbers))),
         )
+        header.numbers[: len(translated.numbers)] = translated.numbers
         narrow = translated.values.to(torch.bfloat16).view(torch.uint16).tolist()
         header.values[: len(narrow)] = narrow
         return header
@@ -223,18 +234,37 @@ def _translated(values: Tensor, group: int) -> _Codes | None:
     if len(values) <= 16:
         values, order = values.sort(stable=True)  # two's complement becomes a code that counts up
         internal[order] = torch.arange(len(values), dtype=torch.uint8)
-        return _Codes(_NIBBLES, values, internal) if _fits(values, torch.bfloat16) else None
+        found = _numbers(values)
+        return None if found is None else _Codes(_NIBBLES, values, internal, 0.0, *found)
     kind, step = _SPLIT.get(len(values), (None, 1))
     if kind is not None and group % step == 0 and bool((values == values[0].round() + torch.arange(len(values))).all()):
         internal[: len(values)] = torch.arange(len(values), dtype=torch.uint8)
-        return _Codes(kind, values, internal)
+        return _Codes(kind, values, internal, zero=-2 * int(values[0]))
     finite = values[values.isfinite()]  # a checkpoint with NaN codes is refused before
     middle = float(finite.max() + finite.min()) / 2
-    for kind, centre in ((_INTEGERS, 0.0), (_E4M3, 0.0), (_HALVES, middle)):
+    for kind, centre, unit, zero in ((_INTEGERS, 0.0, 0.5, 256), (_E4M3, 0.0, 0.0, 0), (_HALVES, middle, 0.5, 255)):
         magnitudes = _MAGNITUDES[kind].nan_to_num(torch.inf)
         centred = (values - centre).nan_to_num(0.0)
         at = torch.searchsorted(magnitudes, centred.abs()).clamp_(max=127)
         if bool((magnitudes[at] == centred.abs()).all()):
             internal[: len(values)] = (at | (centred.signbit().to(torch.int64) << 7)).to(torch.uint8)
-            return _Codes(kind, _MAGNITUDES[kind].nan_to_num(0.0), internal, centre)
+            return _Codes(kind, _MAGNITUDES[kind].nan_to_num(0.0), internal, centre, unit, zero)
     return None
+
+
+def _numbers(ascending: Tensor) -> tuple[float, int, tuple[int, ...]] | None:
+    """Values as ``(2 * number - zero) * unit``: the unit, a power of two, zero, and the numbers, from 0 to 255.
+
+    None if there is no such unit.
+    """
+    low, high = min(float(ascending[0]), 0.0), max(float(ascending[-1]), 0.0)
+
+    def whole(step: float) -> bool:
+        return bool(((ascending / step).round() * step == ascending).all())
+
+    step = 2.0 ** math.ceil(math.log2((high - low) / 255)) if low < high < math.inf else 0.0
+    if not step or not whole(step):
+        return None
+    while whole(2 * step):
+        step *= 2
+    return step / 2, int(-2 * low / step), tuple(((ascending - low) / step).int().tolist())

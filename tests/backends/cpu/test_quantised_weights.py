@@ -155,7 +155,8 @@ def taken(ops, x, matrix):
         return x.double()
     if ops.int8:
         return int8(x)
-    whole = ops.dtype is torch.bfloat16 and "(avx2," in ops.capabilities.kernels
+    instructions = ops.capabilities.kernels.partition("(")[2].partition(",")[0]
+    whole = ops.dtype is torch.bfloat16 and instructions in ("avx2", "avx-vnni", "avx512")
     return whole_numbers(x, group_of(matrix)) if whole else x.double()
 
 

@@ -182,7 +182,7 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
             for (int64_t m = none * group; m < last * group;) {
                 const int64_t tile = query_tile(last * group - m);
                 dots_tile_of<T>(tile)(here, a.slot, std::min(NEAR, keys - j), q + m * a.dim, a.dim, a.dim,
-                                      scores + m * TILE + j, TILE, {m == none * group ? ahead : 0, false}, WHOLE);
+                                      scores + m * TILE + j, TILE, {m == none * group ? ahead : 0, false});
                 m += tile;
             }
         }

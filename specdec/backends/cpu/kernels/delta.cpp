@@ -24,22 +24,18 @@ INLINE void taps_of(const float* weight, int taps, int lanes, vf* tap) {
         for (int j = 0; j < taps; ++j) columns[j][c] = weight[c * taps + j];
     for (int j = 0; j < taps; ++j) tap[j] = load(columns[j]);
 }
-template <size_t... I> INLINE vf every_other(vf a, vf b, int odd, std::index_sequence<I...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-    return odd ? __builtin_shufflevector(a, b, (int)(2 * I + 1)...) : __builtin_shufflevector(a, b, (int)(2 * I)...);
-#else
-    return odd ? __builtin_shuffle(a, b, vi{(int)(2 * I + 1)...}) : __builtin_shuffle(a, b, vi{(int)(2 * I)...});
-#endif
+template <int ODD, size_t... I> INLINE vf every_other(vf a, vf b, std::index_sequence<I...>) {
+    return shuffled<(int)(2 * I + ODD)...>(a, b);
 }
 INLINE void four_taps_of(const float* weight, vf* tap) {
     const auto lanes = std::make_index_sequence<W>{};
     const vf a = load(weight), b = load(weight + W), c = load(weight + 2 * W), d = load(weight + 3 * W);
-    const vf even_low = every_other(a, b, 0, lanes), odd_low = every_other(a, b, 1, lanes);
-    const vf even_high = every_other(c, d, 0, lanes), odd_high = every_other(c, d, 1, lanes);
-    tap[0] = every_other(even_low, even_high, 0, lanes);
-    tap[1] = every_other(odd_low, odd_high, 0, lanes);
-    tap[2] = every_other(even_low, even_high, 1, lanes);
-    tap[3] = every_other(odd_low, odd_high, 1, lanes);
+    const vf even_low = every_other<0>(a, b, lanes), odd_low = every_other<1>(a, b, lanes);
+    const vf even_high = every_other<0>(c, d, lanes), odd_high = every_other<1>(c, d, lanes);
+    tap[0] = every_other<0>(even_low, even_high, lanes);
+    tap[1] = every_other<0>(odd_low, odd_high, lanes);
+    tap[2] = every_other<1>(even_low, even_high, lanes);
+    tap[3] = every_other<1>(odd_low, odd_high, lanes);
 }
 
 // Copies window (taps - 1 rows) and x (rows) to raw; out[t] = silu(sum_j weight[:, j] raw[t + j]), j ascending.

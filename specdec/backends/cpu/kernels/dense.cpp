@@ -46,11 +46,6 @@ template <class T> struct Rows {
     int64_t k;
 };
 
-// Activations up to NEAR_BYTES stay in L1 while the weights of a block are read. Above that, K is cut into parts of
-// PART_BYTES, because reading eight rows of K = 3584 from L2 for every three weight rows costs a third of the speed.
-constexpr int64_t NEAR_BYTES = 40 * 1024;
-constexpr int64_t PART_BYTES = 16 * 1024;
-
 // Prefetch distance in packed weights, in bytes: 4 KiB saturate one core's share of the bandwidth.
 constexpr int64_t PANEL_AHEAD = 4096;
 
@@ -133,31 +128,13 @@ void tile_products(const Rows<T>& x, const PanelRows<T>& inputs, int64_t first_r
                    int64_t stride, int64_t n, bool cached, float* out) {
     if (stride < 0) return panel_products(inputs, first_row, rows, x.k, w, n, cached, out);
     const T* from = x.data + first_row * x.stride;
-    // Prefetch 4 to 8 rows ahead: with fewer the data arrives too late, with more it is evicted from L1 again.
-    const auto ahead = [&](int64_t tile) {
-        const int64_t held = weight_rows(tile);
-        return (held < 4 ? 2 * held : held) * stride * (int64_t)sizeof(T);
-    };
-    if (rows <= MAX_TILE) {
-        const int64_t bytes = rows * x.k * (int64_t)sizeof(T);
-        const int64_t parts = bytes <= NEAR_BYTES ? 1 : (bytes + PART_BYTES - 1) / PART_BYTES;
-        const int64_t step = Product<T>::STEP, length = ((x.k + parts - 1) / parts + step - 1) / step * step;
-        const Fetch fetch = {ahead(rows), bytes <= PART_BYTES && stride == x.k};
-        alignas(64) vf carry[BLOCK * MAX_TILE];
-        for (int64_t k = 0; k < x.k; k += length) {
-            const bool last = k + length >= x.k;
-            dots_tile_of<T>(rows)(w + k, stride, n, from + k, x.stride, last ? x.k - k : length, out, BLOCK,
-                                  fetch, {carry, k == 0, last});
-        }
-        return;
-    }
-    for (int64_t r = 0; r < n; r += 4) {
-        for (int64_t m = 0; m < rows;) {
-            const int64_t tile = tile_rows(rows - m);
-            dots_tile_of<T>(tile)(w + r * stride, stride, std::min<int64_t>(4, n - r), from + m * x.stride, x.stride,
-                                  x.k, out + m * BLOCK + r, BLOCK, {m == 0 ? ahead(4) : 0, false}, WHOLE);
-            m += tile;
-        }
+    for (int64_t m = 0; m < rows;) {
+        const int64_t tile = tile_rows(rows - m), held = weight_rows(tile);
+        // Prefetch 4 to 8 rows ahead: with fewer the data arrives too late, with more it is evicted from L1 again.
+        const int64_t ahead = (held < 4 ? 2 * held : held) * stride * (int64_t)sizeof(T);
+        dots_tile_of<T>(tile)(w, stride, n, from + m * x.stride, x.stride, x.k, out + m * BLOCK, BLOCK,
+                              {m == 0 ? ahead : 0, stride == x.k});
+        m += tile;
     }
 }
 
@@ -178,41 +155,37 @@ template <class T> struct CodeRows {
             Form form;
             bool operator==(const Read&) const = default;
         } reads[MAX_WEIGHTS];
-        int same[MAX_WEIGHTS];
         int64_t floats[MAX_WEIGHTS], total = 0;
         const int64_t whole_stride = (x.k + 1) / 2;  // in floats, as bytes_stride
         const int64_t bytes_stride = (x.k + QUANTUM - 1) / QUANTUM * QUANTUM / 4;
         for (int i = 0; i < count; ++i) {
             const Packed* codes = w[i].codes();
             reads[i] = {Read::NOTHING, 0, {}};
-            same[i] = i;
-            if (!codes) continue;
-            if (codes->takes_int8()) {
+            floats[i] = 0;
+            if (codes && codes->takes_int8()) {
                 reads[i] = {Read::BYTES, 0, form_of(*codes)};
                 floats[i] = x.count * (3 * cells(x.k, reads[i].form) + bytes_stride);
             } else if (w[i].takes_whole_numbers()) {
                 reads[i] = {Read::WHOLE, codes->group, {}};
                 floats[i] = x.count * (2 * codes->groups() + whole_stride);
-            } else {
-                numbers[i] = {inputs.data, inputs.stride, nullptr, nullptr, codes->groups()};
-                if (!codes->needs_sums()) continue;
+            } else if (codes && codes->needs_sums()) {
                 reads[i] = {Read::SUMS_OF_NUMBERS, codes->group, {}};
                 floats[i] = x.count * codes->groups();
             }
-            for (same[i] = 0; !(reads[same[i]] == reads[i]);) ++same[i];
-            if (same[i] == i) total += floats[i];
+            total += floats[i];
         }
         float* to = total ? scratch<SUMS>(total) : nullptr;
         if (x.count * x.k * (int64_t)sizeof(float) < SERIAL_WORK) threads = 1;
         for (int i = 0; i < count; ++i) {
-            if (reads[i].type == Read::NOTHING) continue;
-            if (same[i] < i) {
-                numbers[i].sums = numbers[same[i]].sums;
-                whole[i] = whole[same[i]];
-                bytes[i] = bytes[same[i]];
+            if (!w[i].codes()) continue;
+            const Packed& codes = *w[i].codes();
+            const int same = (int)(std::find(reads, reads + i, reads[i]) - reads);
+            numbers[i] = {inputs.data, inputs.stride, numbers[same].sums, nullptr, codes.groups()};
+            if (same < i) {
+                whole[i] = whole[same];
+                bytes[i] = bytes[same];
                 continue;
             }
-            const Packed& codes = *w[i].codes();
             if (reads[i].type == Read::BYTES) {
                 const Form& form = reads[i].form;
                 const int64_t row_cells = cells(x.k, form);
@@ -233,7 +206,7 @@ template <class T> struct CodeRows {
                                       to + row * groups, to + (x.count + row) * groups);
                     });
                 whole[i] = {integers, 2 * whole_stride, to + x.count * groups, to, groups};
-            } else {
+            } else if (reads[i].type == Read::SUMS_OF_NUMBERS) {
                 group_sums(x.data, x.stride, x.count, x.k, codes.group, to);
                 numbers[i].sums = to;
             }
@@ -324,8 +297,8 @@ void project(const Rows<T>& x, int count, const void* const* w, const int64_t* s
                 });
 }
 
-template <class T>
-void linear(const Rows<T>& x, const Matrix<T>& w, const T* residual, int64_t residual_stride, T* out, int threads) {
+template <class T, class Out>
+void linear(const Rows<T>& x, const Matrix<T>& w, const T* residual, int64_t residual_stride, Out* out, int threads) {
     products<1>(x, &w, 1, threads,
                 [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * w.n + first, w.n, rows, features, [&](int64_t m, int64_t j, int some) {
@@ -336,24 +309,16 @@ void linear(const Rows<T>& x, const Matrix<T>& w, const T* residual, int64_t res
 }
 
 // activation(x @ gate.T) * (x @ up.T)
-template <class T, class Activation>
-void gated(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out, int threads, Activation&& activation) {
+template <class T, vf (*ACTIVATION)(vf)>
+void gated(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out, int threads) {
     const Matrix<T> pair[2] = {gate, up};
     products<2>(x, pair, 2, threads,
                 [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * gate.n + first, gate.n, rows, features, [&](int64_t m, int64_t j, int some) {
                         // Lanes past the tail are uninitialised; their results are never stored.
                         vf g = load_some(tile[0] + m * BLOCK + j, some), u = load_some(tile[1] + m * BLOCK + j, some);
-                        return activation(g) * u;
+                        return ACTIVATION(g) * u;
                     });
-                });
-}
-
-template <class T> void head(const Rows<T>& x, const Matrix<T>& w, float* out, int threads) {
-    products<1>(x, &w, 1, threads,
-                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
-                    store_tile(out + row * w.n + first, w.n, rows, features,
-                               [&](int64_t m, int64_t j, int) { return load(tile[0] + m * BLOCK + j); });
                 });
 }
 
@@ -390,21 +355,16 @@ using namespace specdec;
         linear<T>({(const T*)x, x_stride, rows, k}, {(const T*)w, w_stride, n}, (const T*)residual, residual_stride,   \
                   (T*)out, (int)threads);                                                                              \
     }                                                                                                                  \
-    EXPORT void swiglu_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* gate,              \
-                                  int64_t gate_stride, const void* up, int64_t up_stride, int64_t n, void* out,        \
-                                  int64_t threads) {                                                                   \
-        gated<T>({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},     \
-                 (T*)out, (int)threads, [](vf g) { return silu(g); });                                                 \
-    }                                                                                                                  \
-    EXPORT void geglu_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* gate,               \
-                                  int64_t gate_stride, const void* up, int64_t up_stride, int64_t n, void* out,        \
-                                  int64_t threads) {                                                                   \
-        gated<T>({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},     \
-                 (T*)out, (int)threads, [](vf g) { return gelu(g); });                                                 \
+    EXPORT void gated_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* gate,               \
+                                  int64_t gate_stride, const void* up, int64_t up_stride, int64_t n, int64_t of_gelu,  \
+                                  void* out, int64_t threads) {                                                        \
+        auto run = of_gelu ? gated<T, gelu> : gated<T, silu>;                                                          \
+        run({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},          \
+            (T*)out, (int)threads);                                                                                    \
     }                                                                                                                  \
     EXPORT void head_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* w,                   \
                                 int64_t w_stride, int64_t n, void* out, int64_t threads) {                             \
-        head<T>({(const T*)x, x_stride, rows, k}, {(const T*)w, w_stride, n}, (float*)out, (int)threads);              \
+        linear<T>({(const T*)x, x_stride, rows, k}, {(const T*)w, w_stride, n}, nullptr, 0, (float*)out, (int)threads);\
     }
 
 DENSE(bf16, bf16)

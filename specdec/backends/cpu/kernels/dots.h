@@ -9,7 +9,7 @@
 
 namespace specdec {
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(SPECDEC_AVX512)
 #define SPECDEC_DPBF16 1
 #endif
 
@@ -58,25 +58,14 @@ struct Fetch {
 };
 constexpr Fetch NOTHING = {0, false};
 
-// The part of K that a call covers. Between parts the accumulators are kept unfolded in `carry`, so cutting K into
-// parts does not change the order of additions.
-struct Part {
-    vf* carry;  // [weight rows, activation rows], or null for all of K at once
-    bool first, last;
-};
-constexpr Part WHOLE = {nullptr, true, true};
-
 // out[m * out_stride + r] = w_r . x_m for R weight rows and M activation rows of length k.
 template <class T, int R, int M>
 INLINE void dots(const T* w, int64_t w_stride, const T* x, int64_t x_stride, int64_t k, float* out, int64_t out_stride,
-                 Fetch fetch, vf* carry, bool first, bool last) {
+                 Fetch fetch) {
     typedef Product<T> P;
     vf sum[M * R];
 #pragma GCC unroll 32
     for (int i = 0; i < M * R; ++i) sum[i] = vf{};
-    if (!first)
-#pragma GCC unroll 32
-        for (int i = 0; i < M * R; ++i) sum[i] = carry[i];
     const char* later = reinterpret_cast<const char*>(w) + fetch.ahead;
     const int64_t later_row = (fetch.linear ? P::STEP : w_stride) * (int64_t)sizeof(T);
     const int64_t later_step = (fetch.linear ? R : 1) * P::STEP * (int64_t)sizeof(T);
@@ -94,11 +83,6 @@ INLINE void dots(const T* w, int64_t w_stride, const T* x, int64_t x_stride, int
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sum[m * R + r] = P::add(weight[r], row, sum[m * R + r]);
         }
-    }
-    if (!last) {  // all parts but the last are whole steps
-#pragma GCC unroll 32
-        for (int i = 0; i < M * R; ++i) carry[i] = sum[i];
-        return;
     }
     if (at < k) {
         const int n = (int)(k - at);
@@ -137,20 +121,18 @@ constexpr int MAX_TILE = 8;  // activation rows of one tile
 // `n` weight rows against M activation rows.
 template <class T, int M>
 __attribute__((noinline)) void dots_tile(const T* w, int64_t w_stride, int64_t n, const T* x, int64_t x_stride,
-                                         int64_t k, float* out, int64_t out_stride, Fetch fetch, Part part) {
+                                         int64_t k, float* out, int64_t out_stride, Fetch fetch) {
     constexpr int R = weight_rows(M);
     int64_t r = 0;
     for (; r + R <= n; r += R)
-        dots<T, R, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, fetch, part.carry + r * M,
-                      part.first, part.last);
+        dots<T, R, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, fetch);
     if constexpr (R > 1)
         for (; r < n; ++r)
-            dots<T, 1, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, NOTHING, part.carry + r * M,
-                          part.first, part.last);
+            dots<T, 1, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, NOTHING);
 }
 
 template <class T> using DotsTile = void (*)(const T*, int64_t, int64_t, const T*, int64_t, int64_t, float*, int64_t,
-                                             Fetch, Part);
+                                             Fetch);
 
 template <class T> INLINE DotsTile<T> dots_tile_of(int64_t rows) {
     static constexpr DotsTile<T> TILES[MAX_TILE] = {dots_tile<T, 1>, dots_tile<T, 2>, dots_tile<T, 3>, dots_tile<T, 4>,

@@ -35,16 +35,16 @@ template <class V> INLINE V in_register(V a) {
     return a;
 }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#if defined(SPECDEC_AVX512) && defined(__AVX512VNNI__)
 #define SPECDEC_DOT(SUM, W, X) (vi)_mm512_dpbusd_epi32((__m512i)(SUM), (__m512i)(W), (__m512i)(X))
-#elif defined(__AVX2__) && !defined(__AVX512F__) && defined(__AVXVNNI__)
+#elif defined(X86) && !defined(SPECDEC_AVX512) && defined(__AVXVNNI__)
 #define SPECDEC_DOT(SUM, W, X) (vi)_mm256_dpbusd_avx_epi32((__m256i)(SUM), (__m256i)(W), (__m256i)(X))
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8)
 #define SPECDEC_DOT(SUM, W, X) (vi)vusdotq_s32((int32x4_t)(SUM), (uint8x16_t)(W), (int8x16_t)(X))
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define SPECDEC_DOT(SUM, W, X) (vi)vdotq_s32((int32x4_t)(SUM), (int8x16_t)(W), (int8x16_t)(X))
 #define SPECDEC_SIGNED_DOT 1
-#elif defined(__AVX2__)
+#elif defined(X86)
 #define SPECDEC_PAIRS 1
 #else
 INLINE vi dot_of_lanes(vi sum, vu w, vi x) {
@@ -55,24 +55,18 @@ INLINE vi dot_of_lanes(vi sum, vu w, vi x) {
 #endif
 
 #ifdef SPECDEC_PAIRS
-#ifdef __AVX512F__
-typedef __m512i Bytes;
-INLINE Bytes pairs_of_bytes(Bytes w, Bytes x) { return _mm512_maddubs_epi16(w, x); }
-INLINE Bytes pairs_of_words(Bytes a, Bytes b) { return _mm512_madd_epi16(a, b); }
-INLINE Bytes sum_of_words(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
-INLINE Bytes magnitude(Bytes a) { return _mm512_abs_epi8(a); }
-INLINE Bytes with_sign(Bytes x, Bytes of) {
+INLINE Lanes pairs_of_bytes(Lanes w, Lanes x) { return X86(maddubs_epi16)(w, x); }
+INLINE Lanes pairs_of_words(Lanes a, Lanes b) { return X86(madd_epi16)(a, b); }
+INLINE Lanes sum_of_words(Lanes a, Lanes b) { return X86(add_epi16)(a, b); }
+INLINE Lanes magnitude(Lanes a) { return X86(abs_epi8)(a); }
+INLINE Lanes with_sign(Lanes x, Lanes of) {
+#ifdef SPECDEC_AVX512
     return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(of), _mm512_setzero_si512(), x);
-}
 #else
-typedef __m256i Bytes;
-INLINE Bytes pairs_of_bytes(Bytes w, Bytes x) { return _mm256_maddubs_epi16(w, x); }
-INLINE Bytes pairs_of_words(Bytes a, Bytes b) { return _mm256_madd_epi16(a, b); }
-INLINE Bytes sum_of_words(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
-INLINE Bytes magnitude(Bytes a) { return _mm256_abs_epi8(a); }
-INLINE Bytes with_sign(Bytes x, Bytes of) { return _mm256_sign_epi8(x, of); }
+    return _mm256_sign_epi8(x, of);
 #endif
-INLINE Bytes ones() { return (Bytes)(vu{} + 0x00010001u); }
+}
+INLINE Lanes ones() { return (Lanes)(vu{} + 0x00010001u); }
 
 template <int BITS> struct Dot;
 template <> struct Dot<4> {  // in 16 bits: half of a quantum's products, two of them in each instruction
@@ -82,9 +76,9 @@ template <> struct Dot<4> {  // in 16 bits: half of a quantum's products, two of
     static INLINE Weights weights(vu numbers) { return numbers; }
     static INLINE vi begin(const int32_t*) { return vi{}; }
     static INLINE vi add(vi sum, Weights w, vi x) {
-        return in_register((vi)sum_of_words((Bytes)sum, pairs_of_bytes((Bytes)w, (Bytes)x)));
+        return in_register((vi)sum_of_words((Lanes)sum, pairs_of_bytes((Lanes)w, (Lanes)x)));
     }
-    static INLINE vi end(vi sum, const int32_t* start) { return (vi)pairs_of_words((Bytes)sum, ones()) + *start; }
+    static INLINE vi end(vi sum, const int32_t* start) { return (vi)pairs_of_words((Lanes)sum, ones()) + *start; }
 };
 template <> struct Dot<6> {  // pairs fit into 16 bits
     static_assert(2 * 63 * LARGEST_X <= INT16_MAX);
@@ -93,7 +87,7 @@ template <> struct Dot<6> {  // pairs fit into 16 bits
     static INLINE Weights weights(vu numbers) { return in_register(numbers); }
     static INLINE vi begin(const int32_t* start) { return vi{} + *start; }
     static INLINE vi add(vi sum, Weights w, vi x) {
-        return in_register(sum + (vi)pairs_of_words(pairs_of_bytes((Bytes)w, (Bytes)x), ones()));
+        return in_register(sum + (vi)pairs_of_words(pairs_of_bytes((Lanes)w, (Lanes)x), ones()));
     }
     static INLINE vi end(vi sum, const int32_t*) { return sum; }
 };
@@ -101,15 +95,15 @@ template <> struct Dot<8> {  // magnitudes times activations with the weights' s
     static_assert(2 * 128 * LARGEST_X <= INT16_MAX);
     static constexpr int32_t BASE = 128;
     struct Weights {
-        Bytes numbers, size;
+        Lanes numbers, size;
     };
     static INLINE Weights weights(vu numbers) {
-        const Bytes own = (Bytes)in_register(numbers ^ 0x80808080u);
-        return {own, (Bytes)in_register((vu)magnitude(own))};
+        const Lanes own = (Lanes)in_register(numbers ^ 0x80808080u);
+        return {own, (Lanes)in_register((vu)magnitude(own))};
     }
     static INLINE vi begin(const int32_t* start) { return vi{} + *start; }
     static INLINE vi add(vi sum, Weights w, vi x) {
-        const Bytes pairs = pairs_of_bytes(w.size, with_sign((Bytes)x, w.numbers));
+        const Lanes pairs = pairs_of_bytes(w.size, with_sign((Lanes)x, w.numbers));
         return in_register(sum + (vi)pairs_of_words(pairs, ones()));
     }
     static INLINE vi end(vi sum, const int32_t*) { return sum; }
@@ -130,39 +124,12 @@ template <int BITS> struct Dot {
 };
 #endif
 
-// --- codes ----------------------------------------------------------------------------------------------------------
-
-struct NibbleCodes {  // that are the numbers
-    static constexpr int BITS = 4, QUADS = 2;  // of columns in a step
-    static constexpr int64_t STEP = FEATURES * WORD;
-    INLINE vu open(const char* p, int quad) const { return load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu; }
-};
-
-struct TableCodes {  // of four bits
-    static constexpr int BITS = 8, QUADS = 2;
-    static constexpr int64_t STEP = FEATURES * WORD;
-    ByteTable table;
-    explicit TableCodes(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
-    INLINE vu open(const char* p, int quad) const { return table[load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu]; }
-};
-
-struct ByteCodes {
-    static constexpr int BITS = 8, QUADS = 1;
-    static constexpr int64_t STEP = FEATURES * WORD;
-    INLINE vu open(const char* p, int) const { return load_as<vu>(p); }
-};
-
-template <int OF> struct SplitCodes : SplitWords<OF> {
-    static constexpr int BITS = 6;
-    INLINE vu open(const char* p, int quad) const { return this->quad(p, quad); }
-};
-
 // --- activations ----------------------------------------------------------------------------------------------------
 
 Form form_of(const Packed& w) {
     const int bits = w.numbers.linear ? w.bits() : 8;
     const int32_t base = bits == 8 ? Dot<8>::BASE : bits == 4 ? Dot<4>::BASE : Dot<6>::BASE;
-    return {std::gcd(w.group, QUANTUM), w.has_low_bits(), (w.numbers.zero + 1) / 2 - base};
+    return {std::gcd(w.group, QUANTUM), w.has_low_bits(), w.half_zero() - base};
 }
 
 INLINE int32_t sum_of(uint64_t columns) {
@@ -227,9 +194,6 @@ constexpr int integer_vectors(int M) {
     return vectors;
 }
 
-// What is added to (number - zero) * unit, where `zero` is a half: of HALVES.
-INLINE float centre_of(const Packed& w) { return w.centre + (w.numbers.zero % 2 ? w.numbers.unit : 0.0f); }
-
 // Adds the products of the groups from `begin` to `end` of a panel to out[m * out_stride + f], f < FEATURES, for M rows.
 // `from_memory`: prefetch later codes.
 template <class C, bool OFFSET, int M>
@@ -242,7 +206,7 @@ __attribute__((noinline)) void integer_tile(const Packed& w, const C& codes, con
     const Activations<int8_t> x = activations;
     const Layout layout(w);
     const int64_t group = w.group, cell = std::gcd(group, QUANTUM), cells = group / cell;
-    const float unit = 2 * w.numbers.unit, centre = centre_of(w);
+    const float unit = 2 * w.numbers.unit, centre = w.rest();
     const bool has_inner = w.offsets == INNER || centre != 0;
     for (int64_t first = 0; first < FEATURES; first += V * W) {
         vf total[M * V];
@@ -334,7 +298,7 @@ void integer_panel(const Packed& w, const C& codes, const char* panel, const Act
         for (int64_t m = 0; m < rows;) {
             const int64_t left = rows - m;
             const int64_t tile = left <= INTEGER_ROWS ? left : left >= 2 * INTEGER_ROWS ? INTEGER_ROWS : (left + 1) / 2;
-            integer_tile_of<C>(tile, w.offsets || centre_of(w) != 0, std::make_index_sequence<INTEGER_ROWS>{})(
+            integer_tile_of<C>(tile, w.needs_sums(), std::make_index_sequence<INTEGER_ROWS>{})(
                 w, codes, panel, g, std::min(g + at_once, groups), x.from(m, 0, 0), out + m * out_stride, out_stride,
                 m == 0);
             m += tile;
@@ -344,20 +308,10 @@ void integer_panel(const Packed& w, const C& codes, const char* panel, const Act
 template <>
 void packed_products(const Packed& w, const Activations<int8_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride) {
-    const auto run = [&]<class C>(const C& codes) {
+    with_codes(w, [&]<class C>(const C& codes) {
         for (int64_t f = 0; f < n; f += FEATURES)
             integer_panel(w, codes, w.panel(first + f), x, rows, out + f, out_stride);
-    };
-    if (w.kind == FIVES)
-        run(SplitCodes<5>{});
-    else if (w.kind == SIXES)
-        run(SplitCodes<6>{});
-    else if (w.kind != NIBBLES)
-        run(ByteCodes{});
-    else if (w.numbers.linear)
-        run(NibbleCodes{});
-    else
-        run(TableCodes(w.numbers));
+    });
 }
 
 }  // namespace specdec

@@ -20,18 +20,13 @@ struct Key {
 
 // High and low halves of 32 x 32 bit products, lane by lane.
 INLINE void multiply(vu a, uint32_t b, vu& high, vu& low) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-    const __m512i factor = _mm512_set1_epi32((int)b);
-    const __m512i even = _mm512_mul_epu32((__m512i)a, factor);
-    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
-    high = (vu)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-    low = (vu)_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-#elif defined(__AVX2__)
-    const __m256i factor = _mm256_set1_epi32((int)b);
-    const __m256i even = _mm256_mul_epu32((__m256i)a, factor);
-    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
-    high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-    low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+#ifdef X86
+    typedef uint64_t vl __attribute__((vector_size(4 * W)));
+    const Lanes factor = X86(set1_epi32)((int)b);
+    const vl even = (vl)X86(mul_epu32)((Lanes)a, factor), odd = (vl)X86(mul_epu32)((Lanes)((vl)a >> 32), factor);
+    const vl low_words = vl{} + 0xffffffffu;
+    high = (vu)(even >> 32 | (odd & ~low_words));
+    low = (vu)((even & low_words) | odd << 32);
 #else
     for (int i = 0; i < W; ++i) {
         const uint64_t product = (uint64_t)a[i] * b;
@@ -63,12 +58,8 @@ INLINE void philox(uint32_t block, uint32_t position, uint32_t purpose, Key key,
     for (int i = 0; i < W; ++i) c0[i] = i % 4 * (W / 4) + i / 4;
     c0 += block;
     philox(c0, c1, c2, c3, key);
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#define LANES_OF(NAME, A, B) (vu) _mm512_##NAME((__m512i)(A), (__m512i)(B))
-#elif defined(__AVX2__)
-#define LANES_OF(NAME, A, B) (vu) _mm256_##NAME((__m256i)(A), (__m256i)(B))
-#endif
-#ifdef LANES_OF
+#ifdef X86
+#define LANES_OF(NAME, A, B) (vu) X86(NAME)((Lanes)(A), (Lanes)(B))
     const vu low01 = LANES_OF(unpacklo_epi32, c0, c1), high01 = LANES_OF(unpackhi_epi32, c0, c1);
     const vu low23 = LANES_OF(unpacklo_epi32, c2, c3), high23 = LANES_OF(unpackhi_epi32, c2, c3);
     words[0] = LANES_OF(unpacklo_epi64, low01, low23);
@@ -143,9 +134,9 @@ INLINE vi load_some(const int32_t* p, int n, int32_t rest) {
 
 // One bit per lane of a mask of zeros and ones.
 INLINE uint32_t lanes(vi mask) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#ifdef SPECDEC_AVX512
     return _mm512_movepi32_mask((__m512i)mask);
-#elif defined(__AVX__)
+#elif defined(X86)
     return (uint32_t)_mm256_movemask_ps((__m256)mask);
 #else
     uint32_t bits = 0;
@@ -155,7 +146,7 @@ INLINE uint32_t lanes(vi mask) {
 }
 
 INLINE bool any(vi mask) {
-#if defined(__AVX__)
+#ifdef X86
     return lanes(mask) != 0;
 #else
     uint64_t parts[sizeof(vi) / 8];

@@ -192,12 +192,11 @@ using namespace specdec;
 NORMS(bf16, bf16)
 NORMS(f32, float)
 
-namespace specdec {
-
-// Looks up rows id(0), id(1), ... of a table; returns the index of the first id outside it, or -1.
-template <class Id>
-INLINE int64_t look_up(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t size, Id&& id, int64_t rows,
-                       void* out) {
+// Copies the rows of a table for token ids, or from row `first` on if `tokens` is null. Returns the index of the first row
+// outside it, or -1. A table in panels (`panels.h`) has the stride -row_bytes, a quantised one (`packed.h`) the stride 0.
+EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t size, const int64_t* tokens,
+                          int64_t first, int64_t rows, void* out) {
+    const auto id = [&](int64_t t) { return tokens ? tokens[t] : first + t; };
     for (int64_t t = 0; t < rows; ++t)
         if (id(t) < 0 || id(t) >= size) return t;
     for (int64_t t = 0; t < rows; ++t) {
@@ -219,20 +218,6 @@ INLINE int64_t look_up(const void* table, int64_t stride_bytes, int64_t row_byte
         for (int64_t at = 0; at < row_bytes; at += WORD) std::memcpy(to + at, from + at * FEATURES, WORD);
     }
     return -1;
-}
-
-}  // namespace specdec
-
-// The rows of a table for token ids, or from row `first` on. A table in panels (`panels.h`) has the stride -row_bytes,
-// a quantised one (`packed.h`) the stride 0.
-EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
-                              const int64_t* tokens, int64_t rows, void* out) {
-    return look_up(table, stride_bytes, row_bytes, vocabulary, [&](int64_t t) { return tokens[t]; }, rows, out);
-}
-
-EXPORT int64_t embed_range(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t size, int64_t first,
-                               int64_t rows, void* out) {
-    return look_up(table, stride_bytes, row_bytes, size, [&](int64_t t) { return first + t; }, rows, out);
 }
 
 // e^x, sigmoid or silu of n floats (which = 0, 1, 2), for the test that measures their error.

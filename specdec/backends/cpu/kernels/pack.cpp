@@ -16,12 +16,7 @@ namespace specdec {
 // One stage of a transposition: swaps the blocks of D x D lanes beside the diagonal of each block of 2 D x 2 D.
 template <int D, bool UPPER, size_t... I> INLINE vu swapped(vu a, vu b, std::index_sequence<I...>) {
     // lanes below D of each pair of groups come from a, the others from b
-#if defined(__clang__) || __GNUC__ >= 12
-    return __builtin_shufflevector(a, b, (int)(UPPER ? (I & D ? W + I : I + D) : (I & D ? W + I - D : I))...);
-#else
-    const vi index = {(int)(UPPER ? (I & D ? W + I : I + D) : (I & D ? W + I - D : I))...};
-    return __builtin_shuffle(a, b, index);
-#endif
+    return shuffled<(int)(UPPER ? (I & D ? W + I : I + D) : (I & D ? W + I - D : I))...>(a, b);
 }
 template <int D = W / 2> INLINE void transpose(vu* v) {
     if constexpr (D > 0) {

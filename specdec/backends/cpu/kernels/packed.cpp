@@ -41,21 +41,18 @@ INLINE vf add_two(Two w, const bf16* x, vf sum) {
 
 // --- codes -------------------------------------------------------------------------------------------------------------
 //
-// Each class opens STEP bytes of a panel, for W features: PAIRS times two columns. Its numbers are exact; times UNIT and
-// plus `centre` they are the values.
+// Each class opens STEP bytes of a panel, for W features: PAIRS times two columns, in the order of `pair`.
 
 constexpr int64_t ONE_WORD = FEATURES * WORD;
 
-#if defined(__AVX512VBMI__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#define SPECDEC_BYTE_TABLES 1
-#endif
+struct InOrder {
+    static constexpr int pair(int i) { return i; }
+};
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-struct Nibbles {
+#ifdef SPECDEC_DPBF16
+struct Nibbles : InOrder {
     static constexpr int PAIRS = 4;
     static constexpr int64_t STEP = ONE_WORD;
-    static constexpr float UNIT = 1;
-    static float centre(const Packed& w) { return w.centre; }
     __m512i table;
     explicit Nibbles(const Packed& w) {  // twice: a lookup takes five bits, of which the highest is the next code's
         std::memcpy(&table, w.values, 32);
@@ -66,30 +63,10 @@ struct Nibbles {
         return two((vu)_mm512_permutexvar_epi16(pair ? _mm512_srli_epi16(codes, 4 * pair) : codes, table));
     }
 };
-#else
-struct Nibbles {
-    static constexpr int PAIRS = 4;
-    static constexpr int64_t STEP = ONE_WORD;
-    static constexpr float UNIT = 1;
-    static float centre(const Packed& w) { return w.centre; }
-    ByteTable low, high;  // the bytes of the 16 values
-    explicit Nibbles(const Packed& w)
-        : low([&](size_t i) { return (uint8_t)w.values[i]; }), high([&](size_t i) { return w.values[i] >> 8; }) {}
-    INLINE Two open(const char* p, int pair) const {
-        const vu at = (load_as<vu>(p) >> (pair & 1 ? 4 : 0)) & 0x0f0f0f0fu;  // columns of this pair and the next but one
-        const vu l = low[at], h = high[at];
-        if (pair < 2) return two((l & 0x00ff00ffu) | ((h & 0x00ff00ffu) << 8));
-        return two(((l >> 8) & 0x00ff00ffu) | (h & 0xff00ff00u));
-    }
-};
-#endif
 
-#ifdef SPECDEC_BYTE_TABLES
-struct Magnitudes {  // a sign bit and one of 128 magnitudes
+struct Magnitudes : InOrder {  // a sign bit and one of 128 magnitudes
     static constexpr int PAIRS = 2;
     static constexpr int64_t STEP = ONE_WORD;
-    static constexpr float UNIT = 1;
-    static float centre(const Packed& w) { return w.centre; }
     __m512i low[2], high[2];
     explicit Magnitudes(const Packed& w) {
         alignas(64) uint8_t octets[2][128];
@@ -112,49 +89,9 @@ struct Magnitudes {  // a sign bit and one of 128 magnitudes
         return two((vu)_mm512_ternarylogic_epi32(_mm512_srli_epi16(l, 8), h, _mm512_set1_epi16((short)0xff00), 0xf8));
     }
 };
-typedef Magnitudes Integers;
-typedef Magnitudes Floats;
-#else
-// A byte of every word, of column 2 * pair + odd, in the highest bits of the word; what is below it is arbitrary.
-INLINE vu byte_up(vu word, int pair, int odd) { return word << (odd ? 8 - 8 * pair : 24 - 8 * pair); }
 
-struct Integers {  // HALVES are one half too low
-    static constexpr int PAIRS = 2;
-    static constexpr int64_t STEP = ONE_WORD;
-    static constexpr float UNIT = 1.0f / (1 << 24);
-    static float centre(const Packed& w) { return w.centre + (w.kind == HALVES ? 0.5f : 0.0f); }
-    explicit Integers(const Packed&) {}
-    INLINE Two open(const char* p, int pair) const {
-        const vu number = load_as<vu>(p) ^ 0x80808080u;  // in two's complement
-        const auto wide = [&](int odd) {
-            return __builtin_convertvector((vi)(byte_up(number, pair, odd) & 0xff000000u), vf);
-        };
-        return two(wide(0), wide(1));
-    }
-};
-
-struct Floats {
-    static constexpr int PAIRS = 2;
-    static constexpr int64_t STEP = ONE_WORD;
-    static constexpr float UNIT = 1;
-    static float centre(const Packed& w) { return w.centre; }
-    explicit Floats(const Packed&) {}
-    INLINE Two open(const char* p, int pair) const {
-        const vu codes = load_as<vu>(p);
-        const auto wide = [&](int odd) {  // the exponent is 120 too low, also of e4m3's subnormal numbers
-            const vf low = (vf)(((vi)byte_up(codes, pair, odd) >> 4) & (int)0x87f00000);
-            return low * 0x1p120f;
-        };
-        return two(wide(0), wide(1));
-    }
-};
-#endif
-
-// Codes of five or six bits: `low` plus the code.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-template <int BITS> struct Split : SplitWords<BITS> {
-    static constexpr float UNIT = 1;
-    static float centre(const Packed& w) { return w.centre; }
+// Of five or six bits.
+template <int BITS> struct Split : SplitWords<BITS>, InOrder {
     __m512i table[2];
     explicit Split(const Packed& w) { std::memcpy(table, w.values, sizeof table); }
     INLINE Two open(const char* p, int pair) const {  // a lookup takes as many bits as the table has
@@ -165,110 +102,58 @@ template <int BITS> struct Split : SplitWords<BITS> {
     }
 };
 #else
-template <int BITS> struct Split : SplitWords<BITS> {
-    static constexpr float UNIT = 1;
-    static float centre(const Packed& w) { return w.centre; }
-    int32_t low;
-    explicit Split(const Packed& w) : low((int32_t)widen(bf16{w.values[0]})) {}
+struct Floats : InOrder {  // e4m3
+    static constexpr int PAIRS = 2;
+    static constexpr int64_t STEP = ONE_WORD;
     INLINE Two open(const char* p, int pair) const {
-        const vu number = this->pair(p, pair);
-        return two(__builtin_convertvector((vi)(number & 0xffff) + low, vf),
-                   __builtin_convertvector((vi)(number >> 16) + low, vf));
+        const vu codes = load_as<vu>(p);
+        const auto wide = [&](int odd) {  // the exponent is 120 too low, also of e4m3's subnormal numbers
+            const vu up = codes << (odd ? 8 - 8 * pair : 24 - 8 * pair);  // a byte in the highest bits
+            const vf low = (vf)(((vi)up >> 4) & (int)0x87f00000);
+            return low * 0x1p120f;
+        };
+        return two(wide(0), wide(1));
+    }
+};
+
+// Numbers of two columns in every word, half of what C opens at once.
+template <class C> struct Pairs : C {
+    typedef uint16_t vn __attribute__((vector_size(4 * W)));
+    static constexpr int PAIRS = 2 * C::QUADS;
+    // In this order, what C opens is used up before the next.
+    static constexpr int pair(int i) { return C::QUADS == 1 ? i : i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
+    INLINE vu open(const char* p, int pair) const {
+        const vu quad = C::open(p, C::QUADS == 1 ? 0 : pair / 4 * 2 + pair % 2);
+        return (C::QUADS == 1 ? pair : pair / 2 % 2) ? (vu)((vn)quad >> 8) : quad & 0x00ff00ffu;
+    }
+};
+
+template <class C> struct Values : Pairs<C> {  // as floats: times twice the numbers' unit
+    int32_t zero;
+    explicit Values(const C& codes, const Packed& w) : Pairs<C>{codes}, zero(w.half_zero()) {}
+    INLINE Two open(const char* p, int pair) const {
+        const vu numbers = Pairs<C>::open(p, pair);
+        const auto wide = [&](vu one) { return __builtin_convertvector((vi)one - zero, vf); };
+        return two(wide(numbers & 0xffff), wide(numbers >> 16));
     }
 };
 #endif
 
-struct Opened {  // values that were opened before, as words of two bfloat16
-    static constexpr int PAIRS = 2;
-    static constexpr int64_t STEP = PAIRS * ONE_WORD;
-    INLINE Two open(const char* p, int pair) const { return two(load_as<vu>(p + pair * ONE_WORD)); }
-};
-
 // --- whole numbers -----------------------------------------------------------------------------------------------------
 
-Numbers numbers_of(const Packed& w) {
-    Numbers found = {};
-    if (w.kind == INTEGERS || w.kind == HALVES) return {0.5f, w.kind == INTEGERS ? 256 : 255, 1, {}};
-    if (w.kind == FIVES || w.kind == SIXES) return {0.5f, -2 * (int32_t)widen(bf16{w.values[0]}), 1, {}};
-    if (w.kind != NIBBLES) return found;
-    float values[16], lowest = 0, highest = 0;
-    for (int i = 0; i < 16; ++i) {
-        values[i] = widen(bf16{w.values[i]});
-        lowest = std::min(lowest, values[i]);
-        highest = std::max(highest, values[i]);
-    }
-    const auto whole = [&](float unit) {
-        return std::all_of(values, values + 16, [&](float value) { return value == std::nearbyint(value / unit) * unit; });
-    };
-    float unit = 1;
-    while (unit * 255 < highest - lowest) unit *= 2;
-    while (unit * 127 > highest - lowest && !whole(unit)) unit /= 2;
-    if (!(highest > lowest) || !whole(unit)) return found;
-    found.linear = 1;
-    for (int i = 0; i < 16; ++i) {
-        found.of[i] = (uint8_t)((values[i] - lowest) / unit);
-        found.linear &= found.of[i] == i;
-    }
-    found.unit = unit / 2;
-    found.zero = (int32_t)(-2 * lowest / unit);
-    return found;
-}
-
 #ifdef SPECDEC_WHOLE_NUMBERS
-typedef uint16_t vn __attribute__((vector_size(4 * W)));
-
-struct LinearNumbers {  // of four bits
-    static constexpr int PAIRS = 4;
-    static constexpr int64_t STEP = ONE_WORD;
-    explicit LinearNumbers(const Numbers&) {}
-    INLINE vu open(const char* p, int pair) const { return (load_as<vu>(p) >> 4 * pair) & 0x000f000fu; }
-};
-
-struct FoundNumbers {  // of four bits
-    static constexpr int PAIRS = 4;
-    static constexpr int64_t STEP = ONE_WORD;
-    ByteTable table;
-    explicit FoundNumbers(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
-    INLINE vu open(const char* p, int pair) const {
-        const vu at = (load_as<vu>(p) >> (pair & 1 ? 4 : 0)) & 0x0f0f0f0fu;  // columns of this pair and the next but one
-        const vu both = table[at];
-        return pair < 2 ? both & 0x00ff00ffu : (vu)((vn)both >> 8);
-    }
-};
-
-struct ByteNumbers {
-    static constexpr int PAIRS = 2;
-    static constexpr int64_t STEP = ONE_WORD;
-    explicit ByteNumbers(const Numbers&) {}
-    INLINE vu open(const char* p, int pair) const {
-        const vu both = load_as<vu>(p);
-        return pair ? (vu)((vn)both >> 8) : both & 0x00ff00ffu;
-    }
-};
-
-template <int BITS> struct SplitNumbers : SplitWords<BITS> {
-    explicit SplitNumbers(const Numbers&) {}
-    INLINE vu open(const char* p, int pair) const { return this->pair(p, pair); }
-};
-
-struct OpenedNumbers {
-    static constexpr int PAIRS = Opened::PAIRS;
-    static constexpr int64_t STEP = Opened::STEP;
-    INLINE vu open(const char* p, int pair) const { return load_as<vu>(p + pair * ONE_WORD); }
-};
 INLINE vu paired(vu a) { return a; }
 
 // GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
 // there are not enough registers.
 INLINE vu in_register(vu a) {
-    asm("" : "+x"(a));
+    asm("" : "+v"(a));
     return a;
 }
 
 INLINE vu add_two(vu w, const int16_t* x, vu sum) {
-    return in_register(sum + (vu)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(load_as<int32_t>(x))));
+    return in_register(sum + (vu)X86(madd_epi16)((Lanes)w, X86(set1_epi32)(load_as<int32_t>(x))));
 }
-#endif
 
 void whole_numbers(const bf16* x, int64_t k, int64_t group, int16_t* out, float* units, float* sums) {
     for (int64_t at = 0; at < k; at += group) {
@@ -287,6 +172,7 @@ void whole_numbers(const bf16* x, int64_t k, int64_t group, int16_t* out, float*
         *sums++ = (float)sum;
     }
 }
+#endif
 
 // --- products ----------------------------------------------------------------------------------------------------------
 
@@ -297,13 +183,25 @@ template <class X> constexpr int PACKED_ROWS = W == 16 || WHOLE_X<X> ? 6 : 3;  /
 
 // Vectors of features summed at once with M rows, so that their accumulators take three quarters of the registers.
 template <class X> constexpr int packed_vectors(int M) {
-    if (WHOLE_X<X>) return M <= 2 ? MAX_VECTORS : MAX_VECTORS / 2;
+    if (WHOLE_X<X>) return W == 16 || M <= 2 ? MAX_VECTORS : MAX_VECTORS / 2;
     int vectors = MAX_VECTORS;
     while (2 * M * vectors > REGISTERS * 3 / 4) vectors /= 2;
     return vectors;
 }
 template <class X> constexpr int64_t OPENED_ROWS = 2 * PACKED_ROWS<X>;  // beyond, values are opened once for all rows
 constexpr int64_t OPENED_COLUMNS = 256;                                 // at a time: they stay in L1
+
+template <class X> struct Opened : InOrder {  // what was opened before: words of two bfloat16, or of two whole numbers
+    static constexpr int PAIRS = 2;
+    static constexpr int64_t STEP = PAIRS * ONE_WORD;
+    INLINE auto open(const char* p, int pair) const {
+        const vu word = load_as<vu>(p + pair * ONE_WORD);
+        if constexpr (WHOLE_X<X>)
+            return word;
+        else
+            return two(word);
+    }
+};
 
 // Some groups of a panel.
 struct Groups {
@@ -343,7 +241,8 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
 #pragma GCC unroll 8
                     for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_later<V * W * WORD>(p + word);
 #pragma GCC unroll 16
-                for (int pair = 0; pair < PAIRS; ++pair) {
+                for (int i = 0; i < PAIRS; ++i) {
+                    const int pair = C::pair(i);
                     decltype(own.open(p, pair)) weight[V];
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
@@ -429,8 +328,8 @@ void tiles(const Packed& w, const C& codes, const Meaning& meaning, const Groups
     }
 }
 
-// One panel against all rows. O: how values are read that were opened before.
-template <class O, class C, class X>
+// One panel against all rows.
+template <class C, class X>
 void panel_against(const Packed& w, const C& codes, const Meaning& meaning, const char* panel, const Activations<X>& x,
                    int64_t rows, float* out, int64_t out_stride) {
     for (int64_t m = 0; m < rows; ++m) std::fill_n(out + m * out_stride, FEATURES, 0.0f);
@@ -452,68 +351,56 @@ void panel_against(const Packed& w, const C& codes, const Meaning& meaning, cons
 #pragma GCC unroll 8
                     for (int64_t word = 0; word < C::STEP; word += ONE_WORD) prefetch_later<W * WORD>(p + f * WORD + word);
 #pragma GCC unroll 16
-                    for (int pair = 0; pair < C::PAIRS; ++pair) {
+                    for (int i = 0; i < C::PAIRS; ++i) {
+                        const int pair = C::pair(i);
                         const vu opened = paired(codes.open(p + f * WORD, pair));
                         std::memcpy(to + (pair * FEATURES + f) * WORD, &opened, sizeof opened);
                     }
                 }
         }
         const int64_t columns = std::min(w.k - from, at_once * w.group);
-        tiles(w, O{}, meaning, {panel, g, count, columns, reinterpret_cast<const char*>(values)}, x.from(0, from, g), rows,
+        tiles(w, Opened<X>{}, meaning, {panel, g, count, columns, reinterpret_cast<const char*>(values)}, x.from(0, from, g), rows,
               out, out_stride, false);
     }
-}
-
-// A function of packed_products for codes that C opens.
-template <class C, class O, class X>
-void panels_against(const Packed& w, const C& codes, const Meaning& meaning, const Activations<X>& x, int64_t rows,
-                    int64_t first, int64_t n, float* out, int64_t out_stride) {
-    for (int64_t f = 0; f < n; f += FEATURES)
-        panel_against<O>(w, codes, meaning, w.panel(first + f), x, rows, out + f, out_stride);
 }
 
 template <class X>
 void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride) {
-    const auto run = [&]<class C>(const C& codes) {
-        panels_against<C, Opened>(w, codes, {C::UNIT, C::centre(w)}, x, rows, first, n, out, out_stride);
+    const auto run = [&](const auto& codes, const Meaning& meaning) {
+        for (int64_t f = 0; f < n; f += FEATURES)
+            panel_against(w, codes, meaning, w.panel(first + f), x, rows, out + f, out_stride);
     };
+#ifdef SPECDEC_DPBF16
+    const Meaning meaning = {1, w.centre};
     if (w.kind == NIBBLES)
-        run(Nibbles(w));
+        run(Nibbles(w), meaning);
     else if (w.kind == FIVES)
-        run(Split<5>(w));
+        run(Split<5>(w), meaning);
     else if (w.kind == SIXES)
-        run(Split<6>(w));
-    else if (w.kind == E4M3)
-        run(Floats(w));
+        run(Split<6>(w), meaning);
     else
-        run(Integers(w));
+        run(Magnitudes(w), meaning);
+#else
+    const Numbers& numbers = w.numbers;
+    if constexpr (WHOLE_X<X>)
+        with_codes(w, [&]<class C>(const C& codes) {
+            run(Pairs<C>{codes}, {numbers.unit, w.centre, numbers.zero});
+        });
+    else if (w.kind == E4M3)
+        run(Floats{}, {1, w.centre});
+    else
+        with_codes(w, [&]<class C>(const C& codes) {
+            run(Values<C>(codes, w), {2 * numbers.unit, w.rest()});
+        });
+#endif
 }
 template void packed_products(const Packed&, const Activations<float>&, int64_t, int64_t, int64_t, float*, int64_t);
 #ifdef SPECDEC_DPBF16
 template void packed_products(const Packed&, const Activations<bf16>&, int64_t, int64_t, int64_t, float*, int64_t);
 #endif
-
 #ifdef SPECDEC_WHOLE_NUMBERS
-template <>
-void packed_products(const Packed& w, const Activations<int16_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
-                     int64_t out_stride) {
-    const Numbers& numbers = w.numbers;
-    const Meaning meaning = {numbers.unit, w.centre, numbers.zero};
-    const auto run = [&]<class C>(const C& codes) {
-        panels_against<C, OpenedNumbers>(w, codes, meaning, x, rows, first, n, out, out_stride);
-    };
-    if (w.kind == FIVES)
-        run(SplitNumbers<5>(numbers));
-    else if (w.kind == SIXES)
-        run(SplitNumbers<6>(numbers));
-    else if (w.kind != NIBBLES)
-        run(ByteNumbers(numbers));
-    else if (numbers.linear)
-        run(LinearNumbers(numbers));
-    else
-        run(FoundNumbers(numbers));
-}
+template void packed_products(const Packed&, const Activations<int16_t>&, int64_t, int64_t, int64_t, float*, int64_t);
 #endif
 
 template <class T>
@@ -554,7 +441,7 @@ INLINE uint8_t code_at(const Packed& w, const char* codes, int64_t column) {
 
 // How a sign bit over a magnitude is stored, and back.
 INLINE bool stored_as_numbers(const Packed& w) {
-#ifdef SPECDEC_BYTE_TABLES
+#ifdef SPECDEC_DPBF16
     if (!w.int8) return false;
 #endif
     return w.kind == INTEGERS || w.kind == HALVES;
@@ -614,13 +501,6 @@ INLINE uint64_t eight_codes(const uint8_t* from, int64_t k, int64_t bits) {
 }
 
 constexpr int64_t LINES = 512;  // bytes of a row that are read at a time: a few lines beside each other
-
-// Copies a header, and completes it.
-const Packed& put_header(const void* header, void* to) {
-    std::memcpy(to, header, sizeof(Packed));
-    ((Packed*)to)->numbers = numbers_of(*(const Packed*)to);
-    return *(const Packed*)to;
-}
 
 // How the codes of a file are stored: `internal` [256] has the kind's own.
 struct Translation {
@@ -726,7 +606,8 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
                        const char* scales, const char* offsets, const float* scale_units, const float* offset_units,
                        int64_t block_rows, int64_t block_columns, int64_t side_columns, void* to, int64_t release,
                        int64_t threads) {
-    const Packed& w = put_header(header, to);
+    std::memcpy(to, header, sizeof(Packed));
+    const Packed& w = *(const Packed*)to;
     const Layout layout(w);
     const Translation translation(w, internal, 1 << bits);
     const int64_t at_once = std::max<int64_t>(1, LINES * 8 / (w.group * bits));
@@ -757,7 +638,8 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
 // Packs rows of GGUF blocks of a `type` of ggml, `row_bytes` bytes apart; the rest is as in pack_codes.
 EXPORT void pack_blocks(const void* header, const void* rows, int64_t row_bytes, int64_t type, const uint8_t* internal,
                         void* to, int64_t release, int64_t threads) {
-    const Packed& w = put_header(header, to);
+    std::memcpy(to, header, sizeof(Packed));
+    const Packed& w = *(const Packed*)to;
     const Layout layout(w);
     const Translation translation(w, internal, 1 << w.bits());
     const int64_t values = w.group << w.shift, bytes = row_bytes / w.blocks();

@@ -1,6 +1,7 @@
-// Inner products of quantised weights with a few activation rows. Codes stay packed in memory and become exact bfloat16
-// values in registers, which activations are multiplied with as they are. With AVX2, whose integer products take half as
-// many instructions, codes of integers become 16-bit integers and so do bfloat16 activations (`whole_numbers`).
+// Inner products of quantised weights with a few activation rows. Codes stay packed in memory and become exact values in
+// registers, which activations are multiplied with as they are. On x86-64 without products of bfloat16, those of integers
+// take half as many instructions as those of floats: codes of integers become 16-bit integers and so do bfloat16
+// activations (`whole_numbers`).
 //
 // Value: w[n, k] = (value(code[n, k]) + centre + inner[n, g]) * scale[n, g] * factor + outer[n, g], where a group g is
 // `group` consecutive columns. All file formats are brought into this form (specdec/backends/cpu/packed.py).
@@ -41,17 +42,17 @@ enum Sides : int64_t {
 };
 enum Offsets : int64_t { NO_OFFSETS, INNER, OUTER };
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(X86) && !defined(SPECDEC_DPBF16)
 #define SPECDEC_WHOLE_NUMBERS 1
 constexpr bool WHOLE_NUMBERS = true;
 #else
 constexpr bool WHOLE_NUMBERS = false;
 #endif
 
-// Values as (2 * number - zero) * unit with numbers from 0 to 255. A group's sum of numbers times activations is then below
-// 255 * 2^15 * 128, and twice that fits into 32 bits.
+// Values as (2 * number - zero) * unit with numbers from 0 to 255 and a power of two. A group's sum of numbers times
+// activations is then below 255 * 2^15 * 128, and twice that fits into 32 bits.
 struct Numbers {
-    float unit;  // 0 if the values are no integers times a power of two
+    float unit;  // 0 of E4M3
     int32_t zero;
     int32_t linear;  // the code is the number
     uint8_t of[16];  // else: of the codes of four bits
@@ -67,7 +68,7 @@ struct Packed {
     int64_t int8;  // activations become int8, if codes are integers
     float factor, centre;
     uint16_t values[128];  // bfloat16: of the codes, or of the magnitudes
-    Numbers numbers;       // found when it is packed
+    Numbers numbers;
 
     const char* data() const;
     int64_t per_offsets() const { return offsets ? 2 : 1; }
@@ -81,7 +82,10 @@ struct Packed {
     int64_t panel_bytes() const { return blocks() * units() + groups() * side() + code_bytes(k); }
     bool has_low_bits() const { return bits() < 8; }  // in words of 8 columns
     const char* panel(int64_t row) const { return data() + row / FEATURES * panel_bytes(); }
-    bool needs_sums() const { return offsets || centre != 0; }
+    // What is added to 2 * (number - half_zero) * unit.
+    float rest() const { return centre + (numbers.zero % 2 ? numbers.unit : 0.0f); }
+    int32_t half_zero() const { return (numbers.zero + 1) / 2; }
+    bool needs_sums() const { return offsets || rest() != 0; }
     bool takes_int8() const { return int8 && numbers.unit != 0; }
     bool takes_whole_numbers() const {  // if activations are bfloat16
         return WHOLE_NUMBERS && !int8 && numbers.unit != 0;
@@ -121,9 +125,6 @@ void whole_numbers(const bf16* x, int64_t k, int64_t group, int16_t* out, float*
 template <class X>
 void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride);
-template <>
-void packed_products(const Packed& w, const Activations<int16_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
-                     int64_t out_stride);  // defined if WHOLE_NUMBERS
 
 // --- activations in int8 (integers.cpp) ----------------------------------------------------------------------------------
 
@@ -184,9 +185,9 @@ struct Layout {
 
 // W bytes as signed numbers. GCC turns a conversion of vectors into many more instructions.
 INLINE vi wide_bytes(const char* p) {
-#if defined(__AVX512F__)
+#ifdef SPECDEC_AVX512
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
+#elif defined(X86)
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
     typedef int8_t Small __attribute__((vector_size(W)));
@@ -196,9 +197,9 @@ INLINE vi wide_bytes(const char* p) {
 
 // W float16 numbers. Without an instruction for it, not for infinities and NaN.
 INLINE vf load_float16(const char* p) {
-#if defined(__AVX512F__)
+#ifdef SPECDEC_AVX512
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(X86)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
     const vi up = (vi)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
@@ -252,10 +253,52 @@ template <int BITS> struct SplitWords {
     static INLINE vu high_of_pair(const char* p, int i) {
         return high(p, i % 4 / 2 * 8 + HIGH * (i / 4 * 2 + i % 2));
     }
-    static INLINE vu pair(const char* p, int i) {
-        return (low_of_pair(p, i) & 0x000f000fu) | (high_of_pair(p, i) & MASK * 0x00010001u);
-    }
 };
+
+// --- numbers of four columns in every word -------------------------------------------------------------------------------
+
+struct NibbleCodes {  // that are the numbers
+    static constexpr int BITS = 4, QUADS = 2;  // of columns in a step
+    static constexpr int64_t STEP = FEATURES * WORD;
+    explicit NibbleCodes(const Numbers&) {}
+    INLINE vu open(const char* p, int quad) const { return load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu; }
+};
+
+struct TableCodes {  // of four bits
+    static constexpr int BITS = 8, QUADS = 2;
+    static constexpr int64_t STEP = FEATURES * WORD;
+    ByteTable table;
+    explicit TableCodes(const Numbers& numbers) : table([&](size_t i) { return numbers.of[i]; }) {}
+    INLINE vu open(const char* p, int quad) const { return table[load_as<vu>(p) >> 4 * quad & 0x0f0f0f0fu]; }
+};
+
+struct ByteCodes {
+    static constexpr int BITS = 8, QUADS = 1;
+    static constexpr int64_t STEP = FEATURES * WORD;
+    explicit ByteCodes(const Numbers&) {}
+    INLINE vu open(const char* p, int) const { return load_as<vu>(p); }
+};
+
+template <int OF> struct SplitCodes : SplitWords<OF> {
+    static constexpr int BITS = 6;
+    explicit SplitCodes(const Numbers&) {}
+    INLINE vu open(const char* p, int quad) const { return this->quad(p, quad); }
+};
+
+// Calls run(codes) with what opens the numbers of a matrix.
+template <class F> void with_codes(const Packed& w, F&& run) {
+    const Numbers& numbers = w.numbers;
+    if (w.kind == FIVES)
+        run(SplitCodes<5>(numbers));
+    else if (w.kind == SIXES)
+        run(SplitCodes<6>(numbers));
+    else if (w.kind != NIBBLES)
+        run(ByteCodes(numbers));
+    else if (numbers.linear)
+        run(NibbleCodes(numbers));
+    else
+        run(TableCodes(numbers));
+}
 
 // --- blocks of GGUF (blocks.cpp) -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Searches rows of logits: argmax, and, for drafters, the two best tokens and the log-sum-exp of a row.
+// Searches rows of logits for drafters: the two best tokens and the log-sum-exp of a row.
 //
 // A pruned row has logits for some ids only, in any order: element i belongs to token ids[i], and every other token
 // counts as -infinity. Each function gives it the same bits as the full row.
@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "noise.h"
-#include "team.h"
 
 namespace specdec {
 
@@ -87,61 +86,7 @@ double logsumexp(const float* logits, int64_t n) {
     return (double)most + std::log((double)total * 0x1p-42);
 }
 
-// --- temperature 0 -----------------------------------------------------------------------------------------------------
-
-constexpr int64_t SPAN = 4096;  // logits per span: the largest value is found first, then its index
-
-// The largest of n values; NaN if there is one.
-INLINE float largest(const float* x, int64_t n) {
-    vf best[4];
-    vi wrong = {};
-    for (vf& each : best) each = splat(-INFINITY);
-    const auto take = [&](vf& best, vf a) {
-        wrong |= a != a;
-        best = select(a > best, a, best);
-    };
-    int64_t i = 0;
-    for (; i + 4 * W <= n; i += 4 * W)
-        for (int j = 0; j < 4; ++j) take(best[j], load(x + i + j * W));
-    float top = -INFINITY;
-    for (; i < n; ++i) {
-        if (x[i] != x[i]) return x[i];
-        top = std::max(top, x[i]);
-    }
-    if (any(wrong)) return NAN;
-    for (const vf& each : best)
-        for (int j = 0; j < W; ++j) top = std::max(top, each[j]);
-    return top;
-}
-
-// The lowest id among the largest logits; ~id where that logit is not finite (a NaN beats every number, the first
-// wins).
-int64_t best_of(const float* logits, const float* spans, int64_t n) {
-    int64_t best = 0;
-    const int64_t count = (n + SPAN - 1) / SPAN;
-    for (int64_t s = 1; s < count && spans[best] == spans[best]; ++s)
-        if (spans[s] > spans[best] || spans[s] != spans[s]) best = s;
-    const float top = spans[best];
-    int64_t id = best * SPAN;
-    while (!(top != top ? logits[id] != logits[id] : logits[id] == top)) ++id;
-    return std::isfinite(top) ? id : ~id;
-}
-
-void argmax_rows(const float* logits, int64_t rows, int64_t n, int64_t* best, int threads) {
-    const int64_t count = (n + SPAN - 1) / SPAN;
-    float* spans = scratch<6>(rows * count);
-    for_blocks(rows * n * 4 < SERIAL_WORK ? 1 : threads, rows * count, [&](int64_t block) {
-        const int64_t row = block / count, first = block % count * SPAN;
-        spans[block] = largest(logits + row * n + first, std::min(SPAN, n - first));
-    });
-    for (int64_t row = 0; row < rows; ++row) best[row] = best_of(logits + row * n, spans + row * count, n);
-}
-
 }  // namespace specdec
-
-EXPORT void argmax_rows(const float* logits, int64_t rows, int64_t n, int64_t* best, int64_t threads) {
-    specdec::argmax_rows(logits, rows, n, best, (int)threads);
-}
 
 EXPORT int64_t best_two(const float* logits, const int32_t* ids, int64_t n, int64_t* tokens, float* values) {
     return specdec::best_two(logits, ids, n, tokens, values);

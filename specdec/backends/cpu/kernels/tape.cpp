@@ -77,7 +77,7 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
 #define SIGNATURES(X)                                                                                                  \
     X(project, void, "piiiipppppi")                                                                                    \
     X(linear, void, "piiipiipipi")                                                                                      \
-    X(swiglu, void, "piiipipiipi")                                                                                     \
+    X(gated, void, "piiipipiiipi")                                                                                     \
     X(head, void, "piiipiipi")                                                                                         \
     X(argmax_rows, void, "piipi")                                                                                      \
     X(choose_rows, void, "piipippi")                                                                                   \
@@ -93,8 +93,7 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
     X(gated_delta, void, "iiiipppppppipi")                                                                             \
     X(copy_rows, void, "pipiii")                                                                                       \
     X(keep_window, void, "ppiii")                                                                                      \
-    X(embed_rows, int64_t, "piiipip")                                                                                  \
-    X(embed_range, int64_t, "piiiiip")
+    X(embed_rows, int64_t, "piiipiip")
 
 #define NAMED(NAME, RESULT, TEXT)                                                                                      \
     static constexpr char NAME##_signature[] = TEXT;                                                                   \

@@ -24,10 +24,18 @@
 
 namespace specdec {
 
+// X86 names an intrinsic of the native width.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define SPECDEC_AVX512 1
+#define X86(NAME) _mm512_##NAME
 constexpr int W = 16;
-#elif defined(__AVX__)
+typedef __m512 FloatLanes;
+typedef __m512i Lanes;
+#elif defined(__AVX2__)
+#define X86(NAME) _mm256_##NAME
 constexpr int W = 8;
+typedef __m256 FloatLanes;
+typedef __m256i Lanes;
 #else
 constexpr int W = 4;
 #endif
@@ -51,10 +59,8 @@ template <class V> INLINE V load_as(const void* p) {
 INLINE vf splat(float a) { return a - vf{}; }
 
 INLINE vf fma(vf a, vf b, vf c) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX__) && defined(__FMA__)
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#ifdef X86
+    return (vf)X86(fmadd_ps)((FloatLanes)a, (FloatLanes)b, (FloatLanes)c);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
@@ -90,7 +96,7 @@ INLINE void narrow(float a, bf16* p) {  // round to nearest even; a NaN stays a 
 
 INLINE vf load(const float* p) { return load_as<vf>(p); }
 INLINE vf load(const bf16* p) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(X86) && !defined(SPECDEC_AVX512)
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);  // GCC makes six of two
 #else
     return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
@@ -101,16 +107,14 @@ INLINE void store(vf a, float* p) { std::memcpy(p, &a, sizeof a); }
 
 // Stores past the caches, to vector-aligned memory; call `past_stores_done` before other threads read it.
 INLINE void store_past(vf a, float* p) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-    _mm512_stream_ps(p, (__m512)a);
-#elif defined(__AVX__)
-    _mm256_stream_ps(p, (__m256)a);
+#ifdef X86
+    X86(stream_ps)(p, (FloatLanes)a);
 #else
     store(a, p);
 #endif
 }
 INLINE void past_stores_done() {
-#if defined(__AVX__)
+#ifdef X86
     _mm_sfence();
 #endif
 }
@@ -120,7 +124,7 @@ INLINE void store(vf a, bf16* p) {
     vu r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu nan = (vu)(a != a);
     u = (nan & 0x7fc0) | (~nan & r);
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(X86) && !defined(SPECDEC_AVX512)
     const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(both));
 #else
@@ -143,15 +147,9 @@ template <class T> INLINE void store(vf a, T* p, int n) {
 
 // --- tables ---------------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-typedef __m512i Octets;
-INLINE Octets find_octets(Octets table, Octets at) { return _mm512_shuffle_epi8(table, at); }
-#elif defined(__AVX2__)
-typedef __m256i Octets;
-INLINE Octets find_octets(Octets table, Octets at) { return _mm256_shuffle_epi8(table, at); }
-#elif defined(__SSSE3__)
-typedef __m128i Octets;
-INLINE Octets find_octets(Octets table, Octets at) { return _mm_shuffle_epi8(table, at); }
+#ifdef X86
+typedef Lanes Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return X86(shuffle_epi8)(table, at); }
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 typedef uint8x16_t Octets;
 INLINE Octets find_octets(Octets table, Octets at) { return vqtbl1q_u8(table, at); }
@@ -182,18 +180,19 @@ struct ByteTable {
 
 // --- sums ----------------------------------------------------------------------------------------------------------
 
+// Lanes I of a, followed by b.
+template <int... I, class V> INLINE V shuffled(V a, V b) {
 #if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, I...);
+#else
+    return __builtin_shuffle(a, b, vi{I...});
+#endif
+}
+
 template <int G, bool UPPER, size_t... I> INLINE vf pick(vf a, vf b, std::index_sequence<I...>) {
     // For groups of G lanes: the lower (or upper) halves of a's groups, then of b's.
-    return __builtin_shufflevector(
-        a, b, (int)((I / (G / 2)) * G + I % (G / 2) + (UPPER ? G / 2 : 0))...);
+    return shuffled<(int)((I / (G / 2)) * G + I % (G / 2) + (UPPER ? G / 2 : 0))...>(a, b);
 }
-#else
-template <int G, bool UPPER, size_t... I> INLINE vf pick(vf a, vf b, std::index_sequence<I...>) {
-    const vi index = {(int)((I / (G / 2)) * G + I % (G / 2) + (UPPER ? G / 2 : 0))...};
-    return __builtin_shuffle(a, b, index);
-}
-#endif
 template <int G> INLINE vf fold(vf a, vf b) {
     return pick<G, false>(a, b, std::make_index_sequence<W>{}) + pick<G, true>(a, b, std::make_index_sequence<W>{});
 }
@@ -201,7 +200,7 @@ template <int G> INLINE vf fold(vf a, vf b) {
 // Sums the lanes of N <= W vectors: lane i of the result is the sum of v[i]. Every vector is folded by the same tree
 // (lane i with i + W/2, then W/4, ...) for any index and any N, so a blocked product has the bits of an unblocked one.
 template <int N, int G = W> INLINE vf lane_sums(const vf* v) {
-#if defined(__AVX__) && !defined(__AVX512F__)
+#if defined(X86) && !defined(SPECDEC_AVX512)
     if constexpr (N == W && G == W) {  // within halves of 128 bits, which is cheaper
         __m256 half[4], quarter[2];
         for (int i = 0; i < 4; ++i) {
