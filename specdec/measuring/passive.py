@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specdec.contract import Context, Draft, Drafter, Guarantee
+from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, Guarantee, Passes
 from specdec.errors import UnsupportedError
 from specdec.text.tokenizer import common_prefix
 
@@ -36,14 +36,15 @@ def passive(lm: LanguageModel) -> tuple[LanguageModel, Callable[[Run], Run]]:
 
     def factory(config: Any, env: Any) -> Drafter:
         drafter = spec.factory(config, env)
-        propose = drafter.propose
+        drafting = drafter.drafting
         drafts.clear()
 
-        def keep(context: Context, depth: int) -> Draft:
-            drafts[len(context)] = tuple(propose(context, depth).tokens[:depth])
-            return Draft(())
+        def keep(context: Context, depth: int) -> Passes[Draft]:
+            draft = yield from drafting(context, depth)
+            drafts[len(context)] = tuple(draft.tokens[:depth])
+            return EMPTY_DRAFT
 
-        drafter.propose = keep  # type: ignore[method-assign]
+        drafter.drafting = keep  # type: ignore[method-assign]
         return drafter
 
     def with_drafts(run: Run) -> Run:
