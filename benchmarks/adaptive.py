@@ -27,7 +27,7 @@ from benchmarks.common import arguments, encoded_prompts, median, save
 from specdec.checkpoints import Checkpoint, locate
 from specdec.checkpoints.writer import write_checkpoint
 from specdec.contract import CycleRecord, Stats
-from specdec.measuring.runs import plain
+from specdec.measuring.runs import at_depth, plain
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
 
@@ -108,8 +108,8 @@ def random_head(prompts: dict[str, list[int]], options: argparse.Namespace) -> d
 
 def demo(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """Adaptive depth against fixed depths, by prompt class."""
-    fixed = {f"fixed {depth}": specdec.load(drafter="mtp", depth=depth) for depth in range(options.deepest + 1)}
     lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "max_depth": max(options.deepest, 1)})
+    fixed = {f"fixed {depth}": at_depth(lm, depth) for depth in range(options.deepest + 1)}  # over the same weights
     classes: dict[str, Any] = {}
     for name, prompt in prompts.items():
         warm_up(lm, prompt, options)

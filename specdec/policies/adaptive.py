@@ -322,7 +322,8 @@ class AdaptivePolicy(DepthPolicy):
             self._passes.observe(cycle.offered, cycle.verify_seconds + cycle.commit_seconds)
         self._budget.plain = self._passes.plain(cycle)
         if cycle.depth:
-            self._budget.charge(self._passes.loss(cycle))
+            excused = drafting.rates.spent_catching_up(cycle) if drafting is not None else 0.0
+            self._budget.charge(self._passes.loss(cycle) - excused)
         self._tokens += len(cycle.emitted) - self._tokens / PACE
         self._seconds += seconds / self._passes.load - self._seconds / PACE
         pace = self._tokens / self._seconds if len(drafters) > 1 and self._seconds else 0.0

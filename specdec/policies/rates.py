@@ -24,6 +24,7 @@ CONTRAST = 4  # cycles after a change of depth that compare the two depths
 LEARNING = 10  # visits during which an entry also moves its unvisited neighbours
 # rates
 STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
+CATCHING_UP = 0.05  # of a plain cycle: most that catching up with a token may take without counting as a loss
 DRAFTS = 16  # drafts over which their seconds are averaged
 
 
@@ -257,6 +258,15 @@ class Rates:
         """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as slow as the last."""
         draft = self._drafts(depth) * max(self._slowness, 1.0)
         return (draft + self._passes.seconds[depth] - self._passes.seconds[0]) * self._passes.load
+
+    def spent_catching_up(self, cycle: CycleRecord) -> float:
+        """Seconds of a draft beyond the usual that the tokens since the last one explain.
+
+        A drafter catches up with every token once, however rarely it is tried: no trial is to blame for it.
+        """
+        usual = self._drafts(cycle.offered) * self._passes.load
+        explained = CATCHING_UP * self.plain_cycles * self.plain_seconds
+        return max(min(cycle.draft_seconds - usual, explained), 0.0)
 
     def observe(self, cycle: CycleRecord) -> None:
         """Learn acceptance and the seconds of a draft; those of a drafter that catches up are ignored."""

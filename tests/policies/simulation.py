@@ -20,7 +20,7 @@ class Process:
     ``acceptance(n)``: conditional rates by position, the last one for all further positions. ``cost(n, k)``: true
     seconds of a cycle that verifies k drafted tokens. ``noise``: half the width of a uniform factor on them.
     ``outliers``: the share of cycles that take ten times as long. ``opinion``: how often the drafter has a draft.
-    ``draft``: seconds that it takes to look for one.
+    ``draft``: seconds that it takes to look for one. ``catching_up``: more seconds for every cycle since the last.
     """
 
     acceptance: Callable[[int], Sequence[float]]
@@ -29,6 +29,7 @@ class Process:
     outliers: float = 0.0
     opinion: float = 1.0
     draft: float = 0.0
+    catching_up: float = 0.0
 
     def table(self, wrong: Callable[[int], float] = lambda depth: 1.0) -> CostTable:
         """Costs as they would be measured before cycle 0, times ``wrong(depth)``."""
@@ -64,6 +65,7 @@ def play(policy: DepthPolicy, process: Process, cycles: int, seed: int = 0, begi
     """Cycles ``begin`` to ``begin + cycles`` of a process under a policy."""
     rng = random.Random(seed)
     played: list[Played] = []
+    idle = 0
     for cycle in range(begin, begin + cycles):
         asked = policy.next_depth(Stats())
         offered = asked if rng.random() < process.opinion else 0
@@ -78,10 +80,11 @@ def play(policy: DepthPolicy, process: Process, cycles: int, seed: int = 0, begi
             offered=offered,
             accepted=accepted,
             emitted=(0,) * (accepted + 1),
-            draft_seconds=process.draft if asked else 0.0,
+            draft_seconds=process.draft + process.catching_up * idle if asked else 0.0,
             verify_seconds=seconds,
             commit_seconds=0.0,
         )
+        idle = 0 if offered else idle + 1
         policy.record(record)
         played.append(Played(asked, record, process.tokens(cycle, asked), process.seconds(cycle, asked)))
     return played

@@ -4,6 +4,7 @@ import itertools
 import random
 import statistics
 
+import attrs
 import pytest
 
 from specdec.contract import CycleRecord, PrepareEnv, Stats
@@ -127,9 +128,15 @@ def test_a_draft_that_the_budget_forbids_has_a_reason():
     assert policy.reason
 
 
-def test_it_comes_back_within_three_trials_of_a_jump():
-    """Off during a hopeless stretch; a probe that is accepted brings speculation back, and 0.95 of them are."""
-    process = Process(acceptance=lambda n: [0.0] if n < 300 else [0.95], cost=line(0.1))
+@pytest.mark.parametrize("catching_up", [0.0, 0.04])
+def test_it_comes_back_within_three_trials_of_a_jump(catching_up):
+    """Off during a hopeless stretch; a probe that is accepted brings speculation back, and 0.95 of them are.
+
+    Also if catching up with the tokens of the stretch takes more than drafting may lose.
+    """
+    process = attrs.evolve(
+        Process(acceptance=lambda n: [0.0] if n < 300 else [0.95], cost=line(0.1), draft=0.1), catching_up=catching_up
+    )
     for seed in range(20):
         policy = adaptive(process.table())
         assert sum(cycle.asked > 0 for cycle in play(policy, process, 300, seed)[-40:]) <= 4
