@@ -109,10 +109,13 @@ Caller caller_of(const char* signature, bool has_result) {
 }
 
 // Runs a step, over the sequence whose slots come `at` slots after those of the first.
-INLINE int64_t run_step(const Step& step, const Argument* arguments, const int64_t* slots, int64_t at) {
+// OWN: a pass with a recording of its own, whose arguments depend on no rows.
+template <bool OWN>
+INLINE int64_t run_step(const Step& step, const Argument* arguments, const int64_t* slots, int64_t at = 0) {
     int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
     const int64_t all = slots[ALL_ROWS], before = slots[FIRST_ROW + at], rows = slots[OWN_ROWS + at];
     const auto value = [&](const Argument& a) {
+        if (OWN) return slots[a.slot] + a.value + a.by_rows;
         return slots[a.slot < FIRST_ROW ? a.slot : a.slot + at] + a.value + all * a.by_rows +
                before * a.per_row_before + rows * a.per_row;
     };
@@ -149,10 +152,15 @@ int threads_for_sequences(const int64_t* slots) {
 // Runs the steps in order; those in a row that run once per sequence, sequence by sequence. A step that returns a
 // number >= 0 has failed: the run ends and gives its index; -1 otherwise.
 int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots) {
+    if (slots[ALL_ROWS] == 1) {
+        for (int64_t s = 0; s < count; ++s)
+            if (run_step<true>(steps[s], arguments, slots) >= 0) return s;
+        return -1;
+    }
     const int threads = slots[SEQUENCES] ? threads_for_sequences(slots) : 1;
     for (int64_t s = 0; s < count; ++s) {
         if (!steps[s].each) {
-            if (run_step(steps[s], arguments, slots, 0) >= 0) return s;
+            if (run_step<false>(steps[s], arguments, slots) >= 0) return s;
             continue;
         }
         const int64_t first = s;
@@ -160,7 +168,7 @@ int64_t run(const Step* steps, int64_t count, const Argument* arguments, const i
         std::atomic<int64_t> failed{-1};
         for_blocks(threads, slots[SEQUENCES], [&](int64_t sequence) {
             for (int64_t i = first; i <= s; ++i)
-                if (run_step(steps[i], arguments, slots, sequence * slots[WIDTH]) >= 0) return failed.store(i);
+                if (run_step<false>(steps[i], arguments, slots, sequence * slots[WIDTH]) >= 0) return failed.store(i);
         });
         if (failed >= 0) return failed;
     }
