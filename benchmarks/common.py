@@ -365,10 +365,10 @@ def byte_tokenizer(folder: Path, size: int = 256) -> None:
 
 @contextlib.contextmanager
 def shape_0_8b(folder: Path | None) -> Iterator[Path]:
-    """The 0.8B shape with random weights, in ``folder`` (written if missing) or a temporary one."""
+    """The 0.8B shape with random weights, in ``folder`` (written if missing) or a temporary one; or a given file."""
     with tempfile.TemporaryDirectory() as temporary:
         there = folder or Path(temporary)
-        if not (there / "model.safetensors").exists():
+        if not there.is_file() and not (there / "model.safetensors").exists():
             random_checkpoint(there, qwen3_5_config())
         yield there
 

@@ -1,11 +1,11 @@
 """Measure the 0.8B shape with random BF16 weights: decode against stream-read bandwidth, rows, memory.
 
-    python -m benchmarks.shape_0_8b [--context 256] [--repeats 15] [--folder DIR] [--instruction-set avx2]
+    python -m benchmarks.shape_0_8b [--context 256] [--repeats 15] [--folder PATH] [--instruction-set avx2]
         [--weights auto int8 int4] [--cache DIR] [--rows 1 2 4 8 16] [--json FILE]
 
 Prints shares of the bandwidth, the cost of more rows, and the memory that loading takes. The checkpoint (1.5 GB) is
-written to a temporary folder unless ``--folder`` names one. Several ``--weights`` are loaded side by side and measured
-in turns; ``--cache`` keeps rounded ones (``target.decoded_cache``).
+written to a temporary folder unless ``--folder`` names one; a GGUF file is measured in its place. Several ``--weights``
+are loaded side by side and measured in turns; ``--cache`` keeps rounded ones (``target.decoded_cache``).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Model:
         loaded = resident_bytes()
         self._target, self._state = lm.target, lm.target.new_state(options.context + 64)
         prefill = seconds(lambda: self._target.prefill(self._state, tokens))
-        weight_bytes = (folder / "model.safetensors").stat().st_size
+        weight_bytes = (folder if folder.is_file() else folder / "model.safetensors").stat().st_size
         resident = resident_bytes()
         self.bytes_read = _bytes_read(lm.target)
         self.facts = {
@@ -156,7 +156,7 @@ def _bytes_read(target: Any) -> int:
                 visit(item)
 
     visit(target.model)
-    return sum(target.ops.bytes_of(tensor) for tensor in found.values() if tensor.dtype == torch.bfloat16)
+    return sum(target.ops.inner.bytes_of(tensor) for tensor in found.values() if tensor.dtype == torch.bfloat16)
 
 
 def main() -> None:
