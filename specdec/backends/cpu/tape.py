@@ -1,4 +1,4 @@
-"""Record passes of the native kernels once per number of rows, and replay each with one call.
+"""Record a pass of the native kernels once, and replay it for any rows of one or several sequences with one call.
 
 During recording, the model code and the ops run as usual, but kernel calls are stored instead of made and outputs are
 memory that is never filled. Each argument is either constant (a stride, the address of a weight) or read from a *slot*
@@ -6,9 +6,10 @@ that is filled before each replay: lengths, threads, and addresses of the sequen
 blocks of memory. *Work* memory is used only during the pass; it belongs to the ops, so passes of one model take turns.
 *Kept* memory is also read by a commit; it belongs to the sequence.
 
-A pass over several sequences is recorded once for all numbers of rows. The body runs over two numbers, and an op that
-reads a cache over a few choices of a sequence's rows, which shows how each argument depends on the rows of the pass, on
-those before the sequence's and on its own; the replay makes the calls that read a cache once per sequence.
+The body runs over two numbers of rows, and an op that reads a cache over a few choices of a sequence's rows, which shows
+how each argument depends on the rows of the pass, on those before the sequence's and on its own. The replay of a pass
+over several sequences makes the calls that read a cache once per sequence. For a pass of one sequence, the recording is
+first *bound* to the number of rows: its arguments are then constants and slots alone.
 
 Every address must be in known memory: an output of this recording, a weight, a cache or an argument of the pass. A
 length is a ``Slot``, which cannot be calculated with. Torch functions that do more than inspect or view a tensor are
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +28,7 @@ from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -38,7 +41,6 @@ from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes
 from specdec.backends.placeholders import PlaceholderInteger, PlaceholderTokens
 from specdec.contract import Choosing, Context
 from specdec.errors import ContractError, ShapeError
-from specdec.logs import get_logger
 
 if TYPE_CHECKING:
     from specdec.backends.cpu.library import Kernels
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
     from specdec.backends.ops import Array, Cache, Capabilities
     from specdec.contract import Logits
     from specdec.locks import ForkSafeLock
-
-log = get_logger(__name__)
 
 R = TypeVar("R")
 
@@ -71,8 +71,9 @@ class TapeOps(Protocol):
 
 
 ALIGNMENT = 64  # bytes
-VARIED = (4, 5)  # rows of the two runs that a recording for all numbers of rows is made from
-TRIED_ROWS = (1, 2)  # recorded when a model is loaded, to find out early whether its passes can be recorded
+RUNS = (4, 5)  # rows of the two runs of a body
+# the rows of a sequence for which an op that reads a cache runs: the first, one row later, and with a row more
+CHOICES = (slice(0, 2), slice(1, 3), slice(0, 3))
 _TABLE = -1  # kernels/tape.cpp
 _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of a table share one integer
 
@@ -80,8 +81,7 @@ _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
 # Of a chain: the last row of a pass, its logits, the best token, how it is chosen, ids of the logits, their number, the
 # size of the vocabulary; the head in one or two parts (address, stride, features), and the logits of the second part.
-# Of a pass over several sequences: their number, the slots of each, and the rows of the pass (1 where it has its own
-# recording).
+# Of a pass over several sequences: their number, the slots of each, and the rows of the pass (0: the recording is bound).
 ROW, LOGITS, BEST, CHOICE, IDS, FEATURES, VOCABULARY = range(8, 15)
 PARTS = (15, 18)
 SECOND_LOGITS, SEQUENCES, WIDTH, ALL_ROWS, FIRST_ROW, OWN_ROWS, _FIRST_CACHE = range(21, 28)
@@ -231,10 +231,8 @@ class _Buffer:
 class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
-    def __init__(
-        self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int | None, hidden_size: int
-    ) -> None:
-        """``caches`` of any sequence. ``rows``: None for any rows of any number of sequences."""
+    def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], hidden_size: int) -> None:
+        """``caches`` of any sequence."""
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -243,12 +241,9 @@ class Tape(TorchFunctionMode):
         self._buffers: list[_Buffer] = []
         self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
-        self._runs, self._hidden_size = VARIED if rows is None else (rows,), hidden_size
-        self._rows = self._runs[0]  # of the present run
-        self._choices = [slice(0, rows)]
-        if rows is None:  # the first choice, one that begins a row later, and one with a row more
-            self._choices = [slice(0, 2), slice(1, 3), slice(0, 3)]
-        self._stand_ins = [[self._stand_in(cache, slot) for slot, cache in _slots_of(caches)] for _ in self._choices]
+        self._hidden_size = hidden_size
+        self._rows = RUNS[0]  # of the present run
+        self._stand_ins = [[self._stand_in(cache, slot) for slot, cache in _slots_of(caches)] for _ in CHOICES]
         self._choice: slice | None = None  # of an op that runs once per sequence
         self._outputs: list[Tensor] = []  # of this op, for all sequences
         self._made = 0  # of them for this choice
@@ -265,12 +260,6 @@ class Tape(TorchFunctionMode):
         if name not in _HARMLESS and current.get() is self:  # else an interruption has left this mode on torch's stack
             raise NotRecordable(f"torch's {name} cannot be recorded")
         return func(*args, **(kwargs or {}))
-
-    def _caches(self) -> Sequence[Any]:
-        """What the body of the pass gets for its layers."""
-        if len(self._choices) == 1:
-            return self._stand_ins[0]
-        return [_Sampled(layer, self._choices, self) for layer in zip(*self._stand_ins, strict=True)]
 
     def record(self, run: Callable[[Tape], R]) -> R:
         """Return ``run(self)``, with kernel calls recorded and torch calls checked."""
@@ -343,18 +332,15 @@ class Tape(TorchFunctionMode):
 
     def recording_of(self, body: Body) -> Recording:
         """Record a pass."""
-        (programs, buffers, out), *more = [self._run(body, rows) for rows in self._runs]
-        for buffer in buffers:
-            buffer.size = buffer.tensor.nbytes // (self._rows - 1 if more else 1)
-        for longer, others, _ in more:
-            programs = [
-                [self._with_longer(*steps) for steps in zip(*pair, strict=True)]
-                for pair in zip(programs, longer, strict=True)
-            ]
-            for buffer, other in zip(buffers, others, strict=True):
-                other.first_run = buffer
-                if other.tensor.nbytes != buffer.size * self._rows:
-                    raise NotRecordable("the size of an output is not a multiple of the rows of the pass")
+        (programs, buffers, out), (longer, others, _) = (self._run(body, rows) for rows in RUNS)
+        programs = [
+            [self._with_longer(*steps) for steps in zip(*pair, strict=True)]
+            for pair in zip(programs, longer, strict=True)
+        ]
+        for buffer, other in zip(buffers, others, strict=True):
+            other.first_run, buffer.size = buffer, buffer.tensor.nbytes // RUNS[0]
+            if buffer.tensor.nbytes != buffer.size * RUNS[0] or other.tensor.nbytes != buffer.size * RUNS[1]:
+                raise NotRecordable("the size of an output is not a multiple of the rows of the pass")
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self._find_weights()
@@ -377,7 +363,8 @@ class Tape(TorchFunctionMode):
         if self._hidden_size:
             hidden = self.empty(rows, self._hidden_size, dtype=self._ops.dtype)
             self._buffers[-1].slot = HIDDEN
-        out = body(self._caches(), RecordedTokens(rows), hidden)
+        caches = [_Sampled(layer, CHOICES, self) for layer in zip(*self._stand_ins, strict=True)]
+        out = body(caches, RecordedTokens(rows), hidden)
         passed, self.steps = self.steps, []
         return [passed, *self._committed()], self._buffers[before:], out
 
@@ -525,7 +512,7 @@ class Tape(TorchFunctionMode):
         return Program(
             names=[step.kernel.name for step in steps],
             steps=(ctypes.c_int64 * len(flat))(*flat),
-            arguments=(ctypes.c_int64 * (5 * len(arguments)))(*itertools.chain.from_iterable(arguments)),
+            arguments=np.array(arguments, np.int64).reshape(-1, 5),
         )
 
     def _fitted(self, kind: str, samples: Sequence[Any], step: _Step) -> tuple[int, int, int, int, int]:
@@ -543,7 +530,7 @@ class Tape(TorchFunctionMode):
         known = all(other[0] == slot and other[2] == by_rows for other in others)
         if not known or (longer or more if kind == "p" else later):
             raise NotRecordable(f"{step.kernel.name} depends on its rows in a way that cannot be recorded")
-        return slot, start - self._choices[0].stop * longer - self._runs[0] * more, by_rows + more, later, longer
+        return slot, start - CHOICES[0].stop * longer - RUNS[0] * more, by_rows + more, later, longer
 
     def _value(self, kind: str, argument: Any, kernel: Kernel) -> tuple[int, int, int]:
         """Slot and constant of an argument, and what the rows of the pass are multiplied with."""
@@ -587,83 +574,85 @@ class Program:
 
     names: list[str]  # kernel of each step
     steps: Any
-    arguments: Any
+    arguments: np.ndarray[Any, np.dtype[np.int64]]  # ``[n, 5]``, as ``Tape._fitted`` gives them
 
+    def bound(self, rows: int) -> Program:
+        """For passes of ``rows`` rows of one sequence."""
+        arguments = self.arguments.copy()
+        _, value, by_rows, _, longer = arguments.T
+        value += rows * (by_rows + longer)
+        return attrs.evolve(self, arguments=arguments)
+
+    @functools.cached_property
     def addresses(self) -> tuple[int, int, int]:
         """The ``Program`` of kernels/tape.cpp."""
-        return ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments)
+        return ctypes.addressof(self.steps), len(self.names), self.arguments.ctypes.data
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Recording:
-    """The recorded pass of a sequence for one number of rows, or that of several, and what a commit runs after it."""
+    """The recorded pass of one or several sequences, and what a commit runs after it."""
 
     run: Program
     replay: Program  # recomputes recurrent states for fewer rows
     windows: Program  # updates convolution windows to the kept rows
     width: int  # of the result
-    work_bytes: int  # these two for every row of the pass, if it is one over several sequences
+    work_bytes: int  # these two for every row of the pass
     kept_bytes: int
     alive: Any  # owners of memory that the programs point to
 
+    def bound(self, rows: int) -> Recording:
+        """For passes of ``rows`` rows of one sequence."""
+        programs = {name: getattr(self, name).bound(rows) for name in ("run", "replay", "windows")}
+        return attrs.evolve(self, **programs)
+
 
 class RecordedPasses:
-    """Passes of one body, with a recording for each number of rows that was run, and one of several sequences."""
+    """Passes of one body. Raises: NotRecordable."""
 
     eager_reason = ""
 
-    def __init__(self, ops: TapeOps, runner: Runner, body: Body, hidden_size: int) -> None:
+    def __init__(self, ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> None:
+        """``caches`` of any sequence."""
         self.ops = ops
         self.runner = runner
         self.body = body
         self.hidden_size = hidden_size
-        self._recordings: dict[int | None, Recording | None] = {}  # by rows, None: several sequences; None: run eagerly
-        self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
-        self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
-
-    def bind(self, caches: Sequence[Cache]) -> RecordedPass:
-        return RecordedPass(self, caches)
-
-    def record(self, rows: int | None, caches: Sequence[Cache]) -> Recording:
-        """Record a pass over caches like these, with None over several sequences. Raises: NotRecordable."""
-        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
+        tape = Tape(ops, runner, caches, hidden_size)
         try:
-            self._recordings[rows] = recording = tape.record(lambda tape: tape.recording_of(self.body))
+            self.recording = tape.record(lambda tape: tape.recording_of(body))
         except NotRecordable:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
+        self._bound: dict[int, Recording] = {}  # by rows
+        self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
+        self._chains: dict[tuple[int, int, bool], tuple[Any, int]] = {}  # and by rows of the first pass
+
+    def bind(self, caches: Sequence[Cache]) -> RecordedPass:
+        return RecordedPass(self, caches)
+
+    def bound(self, rows: int) -> Recording:
+        """The recording for passes of ``rows`` rows of one sequence."""
+        recording = self._bound.get(rows)
+        if recording is None:
+            recording = self._bound[rows] = self.recording.bound(rows)
         return recording
 
-    def of(self, rows: int | None, caches: Sequence[Cache]) -> Recording | None:
-        """The recording of a pass, made when it is first needed; None, with a warning, if it cannot be recorded."""
-        if rows not in self._recordings:
-            with self.ops.lock.held:
-                try:
-                    self.record(rows, caches)
-                except NotRecordable as refusal:  # although passes of other lengths could be
-                    log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
-                    self._recordings[rows] = None
-        return self._recordings[rows]
-
-    def chain(self, rows: int, parts: int, caches: Sequence[Cache], *, choice: bool) -> tuple[Any, int] | None:
+    def chain(self, rows: int, parts: int, *, choice: bool) -> tuple[Any, int]:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
 
-        ``parts`` and ``choice``: as for ``Tape.best``. None if any of its passes is not recorded.
+        ``parts`` and ``choice``: as for ``Tape.best``.
         """
         key = rows, parts, choice
         if key not in self._chains:
-            first, one = self.of(rows, caches), self.of(1, caches)
-            chain = None
-            if first is not None and one is not None and not first.kept_bytes and not one.kept_bytes:
-                if (best := self.best.get((parts, choice))) is None:
-                    tape = Tape(self.ops, self.runner, [], 1, 0)
-                    best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
-                    self.best[parts, choice] = best
-                numbers = [*first.run.addresses(), *one.run.addresses(), *best.addresses()]
-                programs = (ctypes.c_int64 * len(numbers))(*numbers)
-                chain = programs, _aligned(max(first.work_bytes, one.work_bytes))
-            self._chains[key] = chain
+            if (best := self.best.get((parts, choice))) is None:
+                tape = Tape(self.ops, self.runner, [], 0)
+                best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
+                self.best[parts, choice] = best
+            numbers = [*self.bound(rows).run.addresses, *self.bound(1).run.addresses, *best.addresses]
+            programs = (ctypes.c_int64 * len(numbers))(*numbers)
+            self._chains[key] = programs, _aligned(rows * self.recording.work_bytes)
         return self._chains[key]
 
 
@@ -691,13 +680,14 @@ class RecordedPass(Pass):
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         rows, passes = len(tokens), self._passes
-        recording = passes.of(rows, self._caches) if rows <= self._ops.capabilities.max_rows else None
         self._last = None
-        if recording is None:
+        if rows > self._ops.capabilities.max_rows:
             return self._eager.run(tokens, hidden)
-        self._fill(0, rows, 1)
-        if recording.kept_bytes and (self._kept is None or self._kept.nbytes < recording.kept_bytes):
-            self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
+        recording = passes.bound(rows)
+        self._fill(0, rows, 0)
+        size = rows * recording.kept_bytes
+        if size and (self._kept is None or self._kept.nbytes < size):
+            self._kept = torch.empty(size, dtype=torch.uint8, device=CPU)
         out = self._replay(recording, self._slots, tokens, hidden, self._kept)
         self._last = recording, self._kept
         return out
@@ -706,11 +696,9 @@ class RecordedPass(Pass):
         self, others: Sequence[RecordedPass], tokens: Sequence[Sequence[int]], hidden: Array | None = None
     ) -> Array:
         bound, joined = [self, *others], [token for own in tokens for token in own]
-        recording = self._passes.of(None, self._caches)
+        recording = self._passes.recording
         for one in bound:
             one._last = None
-        if recording is None:
-            return self._eager.run_batch([one._eager for one in others], tokens, hidden)
         width, first = len(self._slots) - FIRST_ROW, 0
         slots = (ctypes.c_int64 * (FIRST_ROW + width * len(bound)))()
         slots[SEQUENCES], slots[WIDTH], slots[ALL_ROWS] = len(bound), width, len(joined)
@@ -726,10 +714,10 @@ class RecordedPass(Pass):
             one._last = recording, kept
         return out
 
-    def _fill(self, first: int, rows: int, scale: int) -> None:
+    def _fill(self, first: int, rows: int, all_rows: int) -> None:
         """Fill the sequence's slots for ``rows`` rows from ``first`` on. Raises: StateError if a cache is full."""
         slots = self._slots
-        slots[ALL_ROWS], slots[FIRST_ROW], slots[OWN_ROWS] = scale, first, rows
+        slots[ALL_ROWS], slots[FIRST_ROW], slots[OWN_ROWS] = all_rows, first, rows
         for slot, cache in self._growing:
             slots[slot], _ = cache.reserve(rows)
         for slot, cache, matrix, at, other in self._recurrent:
@@ -751,7 +739,7 @@ class RecordedPass(Pass):
         slots[KEPT] = 0 if kept is None else kept.data_ptr()
         slots[THREADS] = ops.threads.count()
         with ops.lock.held:
-            slots[WORK] = ops.work(slots[ALL_ROWS] * recording.work_bytes)
+            slots[WORK] = ops.work(len(tokens) * recording.work_bytes)
             failed = self._play(recording.run, slots)
         if failed >= 0:
             raise ContractError(f"step {failed} of a recorded pass failed: a token id outside the vocabulary")
@@ -762,7 +750,7 @@ class RecordedPass(Pass):
     ) -> tuple[int, ...] | None:
         rows, passes, ops = len(tokens), self._passes, self._ops
         end = rows + depth - 1
-        if self._recurrent or rows > ops.capabilities.max_rows or not passes.hidden_size:
+        if passes.recording.kept_bytes or rows > ops.capabilities.max_rows or not passes.hidden_size:
             return None
         slots = self._slots
         for slot, cache in self._growing:
@@ -782,13 +770,10 @@ class RecordedPass(Pass):
         vocabulary = features if pruned is None else pruned.vocab_size
         self._last = None
         with ops.lock.held:
-            chain = passes.chain(rows, len(parts), self._caches, choice=choosing is not None)
-            if chain is None:
-                return None
-            programs, outputs = chain
+            programs, outputs = passes.chain(rows, len(parts), choice=choosing is not None)
             logits = outputs + _aligned(end * row_bytes)
             work = ops.work(logits + 4 * features)
-            slots[WORK], slots[ALL_ROWS] = work, 1
+            slots[WORK], slots[ALL_ROWS] = work, 0
             slots[HIDDEN] = hidden.data_ptr()
             slots[TOKENS] = ctypes.addressof(ids)
             slots[OUT] = work + outputs
@@ -842,16 +827,13 @@ class RecordedPass(Pass):
         return checked
 
     def _play(self, program: Program, slots: Any) -> int:
-        failed: int = self._passes.runner.run(program.steps, len(program.names), program.arguments, slots)
+        failed: int = self._passes.runner.run(*program.addresses, slots)
         return failed
 
 
 def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
     """Return recorded passes, or eager ones with the reason why recording failed."""
-    passes = RecordedPasses(ops, runner, body, hidden_size)
     try:
-        for rows in TRIED_ROWS:
-            passes.record(rows, caches)
+        return RecordedPasses(ops, runner, body, caches, hidden_size)
     except NotRecordable as refusal:
         return EagerPasses(body, str(refusal))
-    return passes

@@ -2,7 +2,8 @@
 //
 // An argument is value + slots[slot]: a constant plus a slot that the caller fills before each pass (addresses of
 // caches and outputs, lengths). slots[0] is 0. In a pass over several sequences each has slots of its own, and the steps
-// that read a cache run once per sequence; their arguments also depend on its first row and its number of rows.
+// that read a cache run once per sequence; arguments also depend on the rows of the pass, on the sequence's first row and
+// on its number of rows.
 
 #include <algorithm>
 #include <atomic>
@@ -109,13 +110,13 @@ Caller caller_of(const char* signature, bool has_result) {
 }
 
 // Runs a step, over the sequence whose slots come `at` slots after those of the first.
-// OWN: a pass with a recording of its own, whose arguments depend on no rows.
-template <bool OWN>
+// BOUND: the arguments depend on no rows.
+template <bool BOUND>
 INLINE int64_t run_step(const Step& step, const Argument* arguments, const int64_t* slots, int64_t at = 0) {
     int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
     const int64_t all = slots[ALL_ROWS], before = slots[FIRST_ROW + at], rows = slots[OWN_ROWS + at];
     const auto value = [&](const Argument& a) {
-        if (OWN) return slots[a.slot] + a.value + a.by_rows;
+        if (BOUND) return slots[a.slot] + a.value;
         return slots[a.slot < FIRST_ROW ? a.slot : a.slot + at] + a.value + all * a.by_rows +
                before * a.per_row_before + rows * a.per_row;
     };
@@ -152,7 +153,7 @@ int threads_for_sequences(const int64_t* slots) {
 // Runs the steps in order; those in a row that run once per sequence, sequence by sequence. A step that returns a
 // number >= 0 has failed: the run ends and gives its index; -1 otherwise.
 int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots) {
-    if (slots[ALL_ROWS] == 1) {
+    if (!slots[ALL_ROWS]) {
         for (int64_t s = 0; s < count; ++s)
             if (run_step<true>(steps[s], arguments, slots) >= 0) return s;
         return -1;
