@@ -519,7 +519,7 @@ class Ops(abc.ABC):
     # --- how passes are launched -----------------------------------------------------------------------------------
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
-        """Return passes of ``body``, recorded once per number of rows if the backend can, with the bits of the ops.
+        """Return passes of ``body``, recorded if the backend can, with the bits of the ops.
 
         ``caches`` are empty caches of the kinds that the body takes, not used afterwards. ``hidden_size`` is H of the
         hidden states that the body takes, 0 for none. A body that cannot be recorded runs op by op, with the reason in

@@ -1,8 +1,8 @@
 """The interface for launching passes, op by op (eagerly) or from a recording.
 
 Every pass of a model runs the same ops over the same weights, with different tokens, caches and lengths. To save launch
-overhead (function calls, CUDA launches), a backend may run the model code once per number of rows, record the launches
-and replay them as one. Other backends use the eager passes here.
+overhead (function calls, CUDA launches), a backend may run the model code in advance, record the launches and replay
+them as one. Other backends use the eager passes here.
 """
 
 from __future__ import annotations
