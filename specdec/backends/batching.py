@@ -45,6 +45,11 @@ class BatchingOps(DelegatingOps):
         return batched.each(run, self.inner.hidden_type.concatenate)
 
 
+def batching(ops: Ops) -> Ops:
+    """These ops, for passes over several sequences too if their backend has any."""
+    return BatchingOps(ops) if ops.capabilities.batch_rows else ops  # type: ignore[abstract]
+
+
 @functools.cache
 def _signature(name: str) -> inspect.Signature:
     return inspect.signature(vars(Ops)[name])

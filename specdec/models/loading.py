@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from specdec.backends.batching import BatchingOps
+from specdec.backends.batching import batching
 from specdec.backends.choice import make_backend
 from specdec.backends.ops import Ops
 from specdec.checkpoints import (
@@ -211,8 +211,7 @@ def build_target(
     ``mtp_residual``: its MTP head reads the hidden states before the final norm.
     """
     offers = weights.ops.capabilities
-    if offers.batch_rows:
-        weights = attrs.evolve(weights, ops=BatchingOps(weights.ops))  # type: ignore[abstract]
+    weights = attrs.evolve(weights, ops=batching(weights.ops))
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,

@@ -81,7 +81,8 @@ _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
 # Of a chain: the last row of a pass, its logits, the best token, how it is chosen, ids of the logits, their number, the
 # size of the vocabulary; the head in one or two parts (address, stride, features), and the logits of the second part.
-# Of a pass over several sequences: their number, the slots of each, and the rows of the pass (0: the recording is bound).
+# Of a pass over several sequences: their number, the slots of each, and the rows of the pass (0 where the recording is
+# bound).
 ROW, LOGITS, BEST, CHOICE, IDS, FEATURES, VOCABULARY = range(8, 15)
 PARTS = (15, 18)
 SECOND_LOGITS, SEQUENCES, WIDTH, ALL_ROWS, FIRST_ROW, OWN_ROWS, _FIRST_CACHE = range(21, 28)

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from specdec.backends.batching import batching
 from specdec.backends.choice import make_backend
 from specdec.backends.ops import Array, Cache, KVCache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
@@ -216,9 +217,8 @@ def ops_for(shared: SharedWeights, target: ForwardPass) -> Ops:
         ops: Ops = shared.ops
         return ops
     backend, _ = make_backend("cpu")
-    return backend.ops(
-        backend.choose_dtype(target.info.dtype if target.info.dtype in backend.dtypes else "float32", "")[0]
-    )
+    asked = target.info.dtype if target.info.dtype in backend.dtypes else "float32"
+    return batching(backend.ops(backend.choose_dtype(asked, "")[0]))
 
 
 Build = Callable[[Weights, Layout], Any]
