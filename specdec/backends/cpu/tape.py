@@ -6,10 +6,10 @@ that is filled before each replay: lengths, threads, and addresses of the sequen
 blocks of memory. *Work* memory is used only during the pass; it belongs to the ops, so passes of one model take turns.
 *Kept* memory is also read by a commit; it belongs to the sequence.
 
-The body runs over two numbers of rows, and an op that reads a cache over a few choices of a sequence's rows, which shows
-how each argument depends on the rows of the pass, on those before the sequence's and on its own. The replay of a pass
-over several sequences makes the calls that read a cache once per sequence. For a pass of one sequence, the recording is
-first *bound* to the number of rows: its arguments are then constants and slots alone.
+The body runs over two numbers of rows, and an op that reads a cache over a few choices of a sequence's rows, which
+shows how each argument depends on the rows of the pass, on those before the sequence's and on its own. The replay of a
+pass over several sequences makes the calls that read a cache once per sequence. For a pass of one sequence, the
+recording is first *bound* to the number of rows: its arguments are then constants and slots alone.
 
 Every address must be in known memory: an output of this recording, a weight, a cache or an argument of the pass. A
 length is a ``Slot``, which cannot be calculated with. Torch functions that do more than inspect or view a tensor are
