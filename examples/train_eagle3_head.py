@@ -1,7 +1,7 @@
 """Train an EAGLE-3 head for a model on the model's own answers, and write it as a folder that specdec loads.
 
 Run it with ``python examples/train_eagle3_head.py MODEL PROMPTS OUT --minutes 120``: a checkpoint, a file of prompts,
-and a folder. Answers, hidden states and the head are kept there, and a second run goes on from them.
+and a folder. Answers and the head are kept there, and a second run goes on from them.
 
 The head is one decoder layer over three layer boundaries of the model, with a pruned vocabulary and an output matrix
 of its own, which starts as the model's. It learns the model's distribution at chained steps, each of which reads the
@@ -63,14 +63,11 @@ class Data:
     """Tokens, hidden states and the model's likeliest tokens of every position, in memory-mapped files."""
 
     def __init__(self, folder: Path, rows: int, states: int) -> None:
-        self.rows = rows
         shapes = {"states": (rows, states), "tokens": (rows,), "ids": (rows, TOP), "probs": (rows, TOP)}
         kinds = {"states": np.uint16, "tokens": np.int32, "ids": np.int32, "probs": np.float16}
-        self.arrays = {}
-        for name, shape in shapes.items():
-            file = folder / f"{name}.bin"
-            mode = "r+" if file.exists() else "w+"
-            self.arrays[name] = np.memmap(file, kinds[name], mode, shape=shape)
+        self.arrays = {
+            name: np.memmap(folder / f"{name}.bin", kinds[name], "w+", shape=shapes[name]) for name in shapes
+        }
 
     def __getitem__(self, name: str) -> np.memmap:
         return self.arrays[name]
@@ -82,15 +79,13 @@ def record(
     """Run the model over all texts and keep what the head reads and learns."""
     hidden = lm.info.hidden_size
     data = Data(folder, sum(len(prompt) + len(answer) for prompt, answer in pairs), len(boundaries) * hidden)
-    marker, at = folder / "recorded", 0
-    if marker.exists():
-        return data
     shared = lm.target.shared_weights()
     table = shared.lm_head if shared.ops is None else shared.ops.to_host(shared.lm_head)
     head = torch.as_tensor(table)[chosen].bfloat16()
     torch.save(head, folder / "lm_head.pt")
     embedding = shared.embed_tokens if shared.ops is None else shared.ops.to_host(shared.embed_tokens)
     torch.save(torch.as_tensor(embedding).bfloat16(), folder / "embedding.pt")
+    at = 0
     for number, (prompt, answer_) in enumerate(pairs):
         tokens = prompt + answer_
         state = lm.target.new_state(len(tokens), Needs(final_hidden=True, boundaries=boundaries))
@@ -109,7 +104,6 @@ def record(
         at += len(tokens)
         if number % 200 == 0:
             print(f"states of {number} of {len(pairs)} texts", flush=True)
-    marker.touch()
     return data
 
 
