@@ -24,15 +24,13 @@ import torch
 
 import specdec
 from benchmarks.common import arguments, encoded_prompts, median, save
-from specdec.checkpoints import Checkpoint, locate
-from specdec.checkpoints.writer import write_checkpoint
+from specdec.checkpoints import Checkpoint, locate, write_checkpoint
 from specdec.contract import CycleRecord, Stats
 from specdec.measuring.runs import at_depth, plain
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
 
 POISON = 30
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def with_random_head(folder: Path, seed: int = 0) -> Path:
@@ -47,7 +45,7 @@ def with_random_head(folder: Path, seed: int = 0) -> Path:
             tensor = noise.to(tensor.dtype)
         tensors[name] = tensor
     write_checkpoint(folder, checkpoint.config, tensors)
-    for name in TOKENIZER:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((checkpoint.path / name).read_bytes())
     return folder
 

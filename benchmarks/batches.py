@@ -3,7 +3,7 @@
     python -m benchmarks.batches [--model demo] [--drafter auto] [--sizes 1 2 4 8] [--tokens 128] [--repeats 3]
                                  [--json FILE]
 
-Runs the same prompts plainly (depth 0) and with the drafter at its own depth, in batches of each size, in turns within
+Runs the same prompts plainly and with the drafter at its own depth, in batches of one and of each size, in turns within
 one process; prints the best of the repeats and its ratio to plain decoding of one sequence. Every text must be the one
 of a plain generation alone.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import specdec
 from benchmarks.common import arguments, save
@@ -20,6 +19,7 @@ from specdec.contract import CycleRecord
 from specdec.decoding.batch import Batch
 from specdec.decoding.stream import Stream
 from specdec.measuring.prompts import own_prompts
+from specdec.measuring.runs import plain
 
 
 def rate(streams: Sequence[Stream]) -> float:
@@ -48,17 +48,18 @@ def main() -> None:
     lm = specdec.load(options.model, drafter=options.drafter)
     prompts = [prompt.encode(lm.tokenizer) for group in own_prompts().values() for prompt in group]
     prompts = prompts[:: max(1, len(prompts) // max(options.sizes))][: max(options.sizes)]
-    settings: dict[str, Any] = {"max_new_tokens": options.tokens, "ignore_eos": True}
-    alone = [lm.generate(prompt, depth=0, **settings).tokens for prompt in prompts]
+    settings = {"max_new_tokens": options.tokens, "ignore_eos": True}
+    arms = {"plain": plain(lm), "speculative": lm}
+    alone = [arms["plain"].generate(prompt, **settings).tokens for prompt in prompts]
     best: dict[tuple[str, int], float] = {}
     for _ in range(options.repeats):
-        for size in options.sizes:
-            for name, depth in (("plain", {"depth": 0}), ("speculative", {})):
-                streams = [lm.stream(prompt, **settings, **depth) for prompt in prompts[:size]]
+        for size in sorted({1, *options.sizes}):
+            for name, arm in arms.items():
+                streams = [arm.stream(prompt, **settings) for prompt in prompts[:size]]
                 best[name, size] = max(best.get((name, size), 0.0), rate(streams))
                 if [stream.result.tokens for stream in streams] != alone[:size]:
                     raise SystemExit(f"a text of a batch of {size} differs from the one alone")
-    one = best["plain", options.sizes[0]]
+    one = best["plain", 1]
     figures = {
         f"{name}, {size}": {"tokens_per_second": rate, "of_one_plain": rate / one}
         for (name, size), rate in sorted(best.items())

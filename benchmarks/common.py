@@ -43,19 +43,19 @@ BYTE_TOKENS = 200  # vocabulary size; random weights work with any tokens
 
 
 def arguments(doc: str | None, what: Sequence[str] = (), **defaults: Any) -> argparse.Namespace:
-    """Parse options from their defaults (lists take several values, ``None`` is a path), and ``--json FILE``.
+    """Parse options from their defaults, and ``--json FILE`` if ``doc`` names it.
 
-    ``what``: the parts of the script, of which the first argument names one.
+    A list takes several values, a tuple one of its own, ``None`` a path; the first argument is one of ``what``, if any.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if what:
         parser.add_argument("what", choices=what)
-    for name, default in {**defaults, "json": None}.items():
-        first = default[0] if isinstance(default, list) else default
+    for name, default in (defaults | ({"json": None} if "--json" in (doc or "") else {})).items():
+        first = default[0] if isinstance(default, list | tuple) else default
         kind: Any = Path if first is None else type(first)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=default, nargs="+" if isinstance(default, list) else None
-        )
+        how: dict[str, Any] = {"choices": default} if isinstance(default, tuple) else {"default": default}
+        how |= {"nargs": "+"} if isinstance(default, list) else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, **{"default": first, **how})
     options = parser.parse_args()
     options.machine = machine()  # before the measurement adds its own load
     return options
@@ -64,7 +64,7 @@ def arguments(doc: str | None, what: Sequence[str] = (), **defaults: Any) -> arg
 def machine() -> dict[str, Any]:
     """The machine and software that a figure was measured with."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "commit": commit(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,

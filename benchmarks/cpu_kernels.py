@@ -139,14 +139,13 @@ def cases(ops: NativeOps, form: str) -> list[Case]:
     small("norm_rope q (hot)", rotate, lambda n: 2 * n * HEADS * HEAD_DIM)
     small("gated_rms_norm (hot)", gate, lambda n: 3 * n * value)
     small("embed", lambda n, copy: ops.embed(table, range(n)), lambda n: 2 * n * HIDDEN)
-    small("argmax (numpy)", lambda n, copy: logits[n].argmax(), lambda n: n * VOCABULARY * 4 // size)
+    small("argmax (hot)", lambda n, copy: logits[n].argmax(), lambda n: n * VOCABULARY * 4 // size)
     return found
 
 
 def main() -> None:
-    options = arguments(
-        __doc__, dtype="bfloat16", rounds=6, only="", weights="panels", activations="float", instruction_set=["auto"]
-    )
+    forms = {"weights": ("panels", "plain", *ROUNDED_BITS), "activations": tuple(INT8)}
+    options = arguments(__doc__, dtype=("bfloat16", "float32"), rounds=6, only="", **forms, instruction_set=["auto"])
     for name in options.instruction_set:
         kernels = load_kernels(name)
         if isinstance(kernels, KernelsUnavailable):

@@ -26,7 +26,8 @@ def measure(folder: Path, context: int, repeats: int, sizes: list[int], extra: i
     from specdec.sampling import draft_token
 
     lm = specdec.load(str(folder), dtype="bfloat16")
-    target, state = lm.target, lm.target.new_state(context + 64, Needs(mtp=True, final_hidden=True))
+    target, capacity = lm.target, context + (len(sizes) + 8) * (repeats + 2)
+    state = target.new_state(capacity, Needs(mtp=True, final_hidden=True))
     tokens = [(37 * i) % BYTE_TOKENS for i in range(context)]
     hidden = target.prefill(state, tokens[:-1]).need_hidden()
     target.decode_mtp(state, tokens[-1:], hidden[-1:])
@@ -61,11 +62,13 @@ def measure(folder: Path, context: int, repeats: int, sizes: list[int], extra: i
     for name in ("full head", f"{sizes[len(sizes) // 2]} rows"):
         calls[f"{name}, sampled"] = partial(step, heads[name], drawn)
         calls[f"{name}, gated"] = partial(step, heads[name], gate=open_gate)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(repeats + 1):
-        for name, (taken,) in in_turns(calls, 1).items():
-            times[name] += [taken] if number else []  # the first run is warm-up
+
+    def timed(call: Callable[[], None]) -> float:
+        taken = seconds(call)
         target.prefill_mtp(state, tokens[:1], hidden[-1:])  # a true pair drops the chained entries
+        return taken
+
+    times = in_turns(calls, repeats, warm_up=1, measure=timed)
     best = {name: min(values) for name, values in times.items()}
     middle = {name: median(values) for name, values in times.items()}
     return {

@@ -58,7 +58,7 @@ def main() -> None:
     tokens = models["float32"].tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in arms}
     predicted = 0
-    for start in range(0, len(tokens) - options.window + 1, options.window):
+    for start in range(0, max(len(tokens) - options.window, 0) + 1, options.window):
         window = tokens[start : start + options.window]
         following = torch.tensor(window[1:])
         predicted += len(following)

@@ -315,7 +315,7 @@ def kernel_table(kernels: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    options = arguments(__doc__, repeats=7, sizes="real")
+    options = arguments(__doc__, repeats=7, sizes=("real", "smoke"))
     sizes, on_gpu = {"real": Sizes(), "smoke": SMOKE}[options.sizes], mx.default_device().type == mx.DeviceType.gpu
     bandwidth = stream_bandwidth(sizes.stream_bytes, options.repeats)
     kernels = time_kernels(Lab(sizes), options.repeats, bandwidth)

@@ -94,7 +94,7 @@ def measure(folder: Path, what: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = arguments(__doc__, format="fp8", layers=0, folder=None, measure="")
+    given = arguments(__doc__, format=tuple(LAYERS), layers=0, folder=None, measure="")
     if given.measure:  # the fresh process
         print(json.dumps(measure(given.folder, given.measure)))
         return
@@ -107,7 +107,7 @@ def main() -> None:
         found = []
         for what in ("weights", "load"):
             command = [sys.executable, "-m", "benchmarks.quantised_load", "--folder", str(folder), "--measure", what]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
         save({"format": given.format, "measured": found}, given)
 

@@ -98,7 +98,7 @@ def measure(model: str, prompts: dict[str, list[Prompt]], options: Any) -> tuple
         tasks[task] = {"prompts": len(chosen), "first_token_seconds": median(waits), "arms": arms_told}
     long: dict[str, float] = {}
     if theirs is not None:
-        ids = [token for pair in texts for part in pair for token in part][:LONG_PROMPT]
+        ids = ([token for pair in texts for part in pair for token in part] * LONG_PROMPT)[:LONG_PROMPT]
         sides = {
             "ours": lambda: generated(arms["plain"][0], ids, max_new_tokens=1)[1],
             "theirs": lambda: theirs.ask("generate", model, ids, 1)["first_seconds"],

@@ -36,7 +36,7 @@ def measure(model: str, tokens: int, repeats: int, depth: int) -> dict[str, Any]
         return float(stats.decode_seconds / stats.cycles * 1e3)
 
     calls = {name: functools.partial(cycle, settings) for name, settings in SETTINGS.items()}
-    times = in_turns(calls, repeats, measure=operator.call)
+    times = in_turns(calls, repeats, warm_up=1, measure=operator.call)
     return {
         name: {
             "milliseconds_per_cycle": median(values),

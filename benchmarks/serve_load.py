@@ -1,7 +1,7 @@
 """Load `specdec serve`: what it adds to a token's time, hours of use in minutes, and llama.cpp's server beside it.
 
-    python -m benchmarks.serve_load overhead [--tokens 1024] [--repeats 51]
-    python -m benchmarks.serve_load load [--model demo] [--minutes 10] [--clients 8]
+    python -m benchmarks.serve_load overhead [--tokens 1024] [--repeats 51] [--json FILE]
+    python -m benchmarks.serve_load load [--model demo] [--minutes 10] [--clients 8] [--json FILE]
     python -m benchmarks.serve_load peer --model FILE.gguf --llama-server PATH [--sizes 1 4 8] [--tokens 128]
 
 ``overhead`` compares a generation in this process with the same one streamed by a server, in turns: wall-clock time
