@@ -8,7 +8,6 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -82,8 +81,8 @@ def load_target(config: RunConfig) -> LoadedTarget:
     folder = locate(asked.model, revision=asked.revision)
     if asked.backend != "auto":  # report a wrong name before the model_type, which the backend may read itself
         registry().backend(asked.backend, asked_by="target.backend")
-    with naming_keys(folder), _no_collection(), ThreadPoolExecutor(1, "tokenizer") as beside:
-        return _loaded(folder, asked, phase, beside)
+    with naming_keys(folder), _no_collection():
+        return _loaded(folder, asked, phase)
 
 
 @contextlib.contextmanager
@@ -99,13 +98,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None], beside: Executor) -> LoadedTarget:
-    """The other steps of ``load_target``. The tokenizer is read ``beside`` the weights, which are C's work."""
+def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> LoadedTarget:
+    """The other steps of ``load_target``."""
     # 2 read
     checkpoint = open_checkpoint(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
     checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
-    reading = beside.submit(Tokenizer.from_checkpoint, folder)
+    tokenizer = Tokenizer.from_checkpoint(folder)
+    tokenizer.check_fits(family.vocab_size)
     backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.source)
     notices = list(said)
     with calling((Kind.BACKEND, backend.name), "choose_dtype"):
@@ -162,9 +162,6 @@ def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None], besid
         ]
     if ops.capabilities.slow:
         notices.append(f"slow kernels: {ops.capabilities.kernels}")
-
-    tokenizer = reading.result()
-    tokenizer.check_fits(family.vocab_size)
 
     # 5 probe
     phase("target_built", kernels=target.info.kernels, mtp_layers=target.info.mtp_layers)
