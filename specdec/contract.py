@@ -536,7 +536,7 @@ def no_mtp_head(info: ModelInfo) -> UnsupportedError:
     )
 
 
-OTHER_HEAD = "target.mtp with a file or folder that holds its MTP head, such as the original checkpoint"
+OTHER_HEAD = "target.mtp with a file or folder that holds its MTP head, if it was released with one"
 
 
 def _because(info: ModelInfo) -> str:

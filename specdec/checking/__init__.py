@@ -307,9 +307,11 @@ def _built(make: Callable[[], Any]) -> Any:
         raise
     except FieldError as error:
         raise Mismatch(error.takes, error.got, error.facts.get("try"), path=(error.field,)) from error
+    except ConfigError as error:
+        raise Mismatch(text=f"cannot be used: {error.message}", hint=error.facts.get("try")) from error
     except Exception as error:  # a class's own validator: its text is more specific
         # attrs' own validators append the field and its settings to the message
-        text = str(error if isinstance(error, ConfigError) or not error.args else error.args[0])
+        text = str(error.args[0] if error.args else error)
         raise Mismatch(text=f"cannot be used: {text or type(error).__name__}") from error
 
 

@@ -34,6 +34,11 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
 
     Raises: CheckpointError if the folder does not exist or holds no checkpoint, or the download fails.
     """
+    if revision is not None and (model == "demo" or os.path.exists(os.path.expanduser(model))):
+        raise CheckpointError(
+            f"the revision {cut(revision, _NAME)!r} is not used: {cut(model, _NAME)!r} is on this machine",
+            try_="a hub id, or no revision",
+        )
     if model == "demo":
         return _demo()
     if not model.strip():

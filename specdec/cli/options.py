@@ -278,10 +278,11 @@ def read_text(file: str) -> str:
     if len(data) > limit:
         raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        at = error.start + len(data) - len(error.object)  # which lacks a byte order mark
         raise PromptError(
-            f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}", try_="save the text as UTF-8"
+            f"{name} is not UTF-8: byte {data[at]:#04x} at offset {at}", try_="save the text as UTF-8"
         ) from error
 
 

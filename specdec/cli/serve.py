@@ -11,12 +11,13 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
-from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model
+from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model, refuse
 from specdec.config import RunConfig
 from specdec.errors import ConfigError, UnsupportedError, import_extra
 from specdec.serving.address import is_loopback
 
 ANSWER_TOKENS = 1024
+_OWN_SETTINGS = ("queue", "parallel", "most_tokens", "most_prompt", "keep", "answers", "grace")
 NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
 
 
@@ -36,11 +37,13 @@ def _vllm(config: RunConfig, names: Sequence[str], host: str, port: int, start: 
     from specdec.serving.vllm import vllm_command
 
     words, notes = vllm_command(config, names=names, host=host, port=port)
+    key = click.get_current_context().params["api_key"]
+    if key and not start:
+        notes.append("the command has no API key: put it into VLLM_API_KEY before you run it")
     output.lines(output.console(stderr=True), "note", notes)
     if not start:
         click.echo(shlex.join(words))
         return
-    key = click.get_current_context().params["api_key"]
     try:
         os.execvpe(words[0], words, {**os.environ, **({"VLLM_API_KEY": key} if key else {})})
     except OSError as error:
@@ -130,6 +133,7 @@ def serve(
     check_access(host, api_key)
     names = names or (served_name(config.target.model),)
     if engine == "vllm":
+        refuse(_OWN_SETTINGS, "with --engine vllm it has no effect.")
         _vllm(config, names, host, port, start)
         return
     for module in NEEDED:

@@ -202,7 +202,10 @@ def read_session(path: Path, target: ForwardPass) -> SavedSession:
         for key, ours in _identity(target.info).items():  # a state of these weights, as this backend lays it out
             if (theirs := described.model.get(key)) != ours:
                 what = "model" if key == "fingerprint" else key
-                raise SessionFileError(f"the session was saved with another {what}: {theirs!r}, this one has {ours!r}")
+                raise SessionFileError(
+                    f"the session was saved with another {what}: {theirs!r}, this one has {ours!r}",
+                    try_="the model and the settings of [target] that it was saved with",
+                )
         saved = _assembled(described, tensors)
         # the state holds all tokens but the last, or fewer if some were fed and nothing was generated yet
         held, total = saved.snapshot.length, len(saved.tokens)

@@ -137,7 +137,7 @@ def _byte_level(
     if not isinstance(merges, list):
         raise _error(file, f"lacks {_PREFIX}merges")
     rules = _RULES[name]
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [merge.partition(" ")[::2] for merge in merges]
     core = _bpe(file, tokens, kinds, pairs, ignore_merges=rules.whole_words)
     if rules.composed:
         core.normalizer = normalizers.NFC()

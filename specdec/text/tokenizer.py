@@ -236,8 +236,8 @@ class Tokenizer:
             raise PromptError(f"no chat template is called 'default', only {', '.join(templates)}", folder=self._folder)
         raise PromptError(
             "this checkpoint has no chat template",
-            folder=self._folder,
-            try_="a plain prompt (a base model takes no messages), or a chat_template.jinja in the folder",
+            checkpoint=self._folder,
+            try_="a plain prompt (a base model takes no messages); a folder may hold a chat_template.jinja",
         )
 
     # --- for IncrementalDecoder ------------------------------------------------------------------------------------

@@ -522,6 +522,8 @@ def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str
         ("llama.attention.sliding_window", 4),
         ("llama.attention.value_length", 8),
         ("general.type", "adapter"),
+        ("general.type", [1, 2]),
+        ("general.alignment", 4),
         ("tokenizer.ggml.eos_token_id", 10**6),
         ("tokenizer.ggml.eot_token_id", 277),
         ("llama.attention.head_count", 0),

@@ -29,6 +29,7 @@ def test_demo_is_the_embedded_folder(tmp_path, monkeypatch):
     assert "not part of this installation" in str(refusal("demo"))
     folder_of(tmp_path / "demo", "config.json")
     assert locate("demo") == tmp_path / "demo"
+    assert "revision 'v1' is not used" in refusal("demo", revision="v1").message
 
 
 def test_a_misspelt_folder_names_its_nearest_sibling(tmp_path):

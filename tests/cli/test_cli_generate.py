@@ -84,7 +84,7 @@ def test_flags_and_overrides_reach_the_configuration(invoke, asked, tmp_path):
 )
 def test_where_a_prompt_comes_from(invoke, demo, asked, tmp_path, monkeypatch, options, stdin, prompt):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("schön\n", encoding="utf-8")
+    (tmp_path / "file").write_text("schön\n", encoding="utf-8-sig")
     done = invoke("generate", *options, "-n", 2, stdin=stdin)
     assert done.exit_code == 0, done.stderr
     if isinstance(prompt, dict):

@@ -64,6 +64,7 @@ def test_the_command_names_the_same_drafter(options, speculative):
         (["--drafter", "suffix"], "the plugin specdec-vllm runs drafters"),
         (["-s", "drafter={name='mtp', max_miss=0.2}"], "no option for drafter.max_miss"),
         (["--host", "0.0.0.0"], "there is no API key"),
+        (["--parallel", "4"], "--parallel: with --engine vllm it has no effect"),
     ],
 )
 def test_what_vllm_has_no_option_for_is_refused_by_name(options, message):

@@ -31,6 +31,11 @@ _SCALARS = ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?", None, None, "<Q", "<
 _STRING, _ARRAY = 8, 9
 _MOST_AXES = 4
 _LONGEST_NAME = 2**16  # bytes of a key or a tensor's name
+_TEXT, _WHOLE = (str, "text"), (int, "a whole number")
+_TAKES = {
+    **dict.fromkeys(("general.architecture", "general.type", "tokenizer.ggml.model", "tokenizer.ggml.pre"), _TEXT),
+    **dict.fromkeys(("general.alignment", "split.count", "split.no", "split.tensors.count"), _WHOLE),
+}
 _SMALLEST = {"metadata": 13, "tensors": 24}  # bytes of an entry: a key of no characters and its smallest value
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -58,10 +63,7 @@ class GgufTensor(StoredTensor):
 
     def read(self, file: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor as stored, a view of the map unless it has a ``change``."""
-        data = file[self.start : self.stop]
-        if self.start % self.torch_dtype.itemsize:  # an alignment below the size of a value
-            data = data.clone()
-        stored = data.view(self.torch_dtype).view(self.shape)
+        stored = file[self.start : self.stop].view(self.torch_dtype).view(self.shape)
         if self.change is None:
             return stored
         try:
@@ -159,10 +161,13 @@ class _Parser:
             key = self._string(_LONGEST_NAME)
             if key in metadata:
                 raise self._error(f"has the key {shown(key)} twice")
-            metadata[key] = self._value(self._scalar("<I"), key)
+            metadata[key] = value = self._value(self._scalar("<I"), key)
+            wanted, words = _TAKES.get(key, (object, ""))
+            if not isinstance(value, wanted):
+                raise self._error(f"has {shown(value)} under {key}, which takes {words}")
         alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise self._error(f"has the alignment {shown(alignment)}; it takes a power of two up to 2^20")
+        if not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise self._error(f"has {alignment} under general.alignment, which takes a power of two from 8 to 2^20")
         headers = [self._tensor_header() for _ in range(tensors)]
         start = -(-self.at // alignment) * alignment
         found: dict[str, GgufTensor] = {}

@@ -114,7 +114,7 @@ class HeadFiles:
 
         Raises: CheckpointError as ``locate``, and for pickled weights.
         """
-        folder = locate(model, revision=revision) if model != DEMO else locate(DEMO) / kind
+        folder = locate(model, revision=revision) / (kind if model == DEMO else "")
         if model == DEMO and not (folder / "config.json").is_file():
             raise CheckpointError(f"the embedded model has no {kind} head", try_="drafter.model with a head's folder")
         files = entries(folder)
