@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 from collections.abc import Callable
 
 import attrs
@@ -78,6 +79,7 @@ def build(config: RunConfig) -> LanguageModel:
     )
     for notice in notices:
         log.info("notice", text=notice)
+    gc.collect(1)
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it: what loading has freed goes back
         ctypes.CDLL(None).malloc_trim(0)
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
