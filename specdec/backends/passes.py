@@ -18,8 +18,8 @@ from specdec.errors import UnsupportedError
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
 
-It returns an array ``[T, H]`` and appends provisional rows to the caches. Its launches may depend only on T; with the
-caches of several sequences (``Batched``) they are always the same, only larger.
+It returns an array ``[T, H]`` and appends provisional rows to the caches. Its launches are the same for every T, and
+with the caches of several sequences (``Batched``), only larger.
 """
 
 
