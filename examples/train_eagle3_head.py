@@ -59,52 +59,49 @@ def vocabulary(pairs: list[list[list[int]]], size: int, total: int) -> Tensor:
     return chosen.sort().values
 
 
-class Data:
-    """Tokens, hidden states and the model's likeliest tokens of every position, in memory-mapped files."""
-
-    def __init__(self, folder: Path, rows: int, states: int) -> None:
-        shapes = {"states": (rows, states), "tokens": (rows,), "ids": (rows, TOP), "probs": (rows, TOP)}
-        kinds = {"states": np.uint16, "tokens": np.int32, "ids": np.int32, "probs": np.float16}
-        self.arrays = {
-            name: np.memmap(folder / f"{name}.bin", kinds[name], "w+", shape=shapes[name]) for name in shapes
-        }
-
-    def __getitem__(self, name: str) -> np.memmap:
-        return self.arrays[name]
+def host(lm: specdec.LanguageModel, name: str) -> Tensor:
+    """The model's ``embed_tokens`` or ``lm_head``, ``[V, H]`` in bfloat16."""
+    shared = lm.target.shared_weights()
+    table = getattr(shared, name)
+    return torch.as_tensor(table if shared.ops is None else shared.ops.to_host(table)).bfloat16()
 
 
 def record(
-    lm: specdec.LanguageModel, pairs: list[list[list[int]]], boundaries: tuple[int, ...], chosen: Tensor, folder: Path
-) -> Data:
-    """Run the model over all texts and keep what the head reads and learns."""
-    hidden = lm.info.hidden_size
-    data = Data(folder, sum(len(prompt) + len(answer) for prompt, answer in pairs), len(boundaries) * hidden)
-    shared = lm.target.shared_weights()
-    table = shared.lm_head if shared.ops is None else shared.ops.to_host(shared.lm_head)
-    head = torch.as_tensor(table)[chosen].bfloat16()
-    torch.save(head, folder / "lm_head.pt")
-    embedding = shared.embed_tokens if shared.ops is None else shared.ops.to_host(shared.embed_tokens)
-    torch.save(torch.as_tensor(embedding).bfloat16(), folder / "embedding.pt")
-    at = 0
-    for number, (prompt, answer_) in enumerate(pairs):
-        tokens = prompt + answer_
+    lm: specdec.LanguageModel, texts: list[list[int]], boundaries: tuple[int, ...], head: Tensor, folder: Path
+) -> tuple[dict[str, np.memmap], Tensor, float]:
+    """Run the model over all texts.
+
+    Returns: tokens, hidden states and the likeliest tokens of every position, in memory-mapped files; the final norm's
+    weight; and the size of the states that enter it.
+    """
+    hidden, rows, at = lm.info.hidden_size, sum(map(len, texts)), 0
+    kept = {
+        name: np.memmap(folder / f"{name}.bin", kind, "w+", shape=(rows, *shape))
+        for name, kind, shape in (
+            ("states", np.uint16, (len(boundaries) * hidden,)),
+            ("tokens", np.int32, ()),
+            ("ids", np.int32, (TOP,)),
+            ("probs", np.float16, (TOP,)),
+        )
+    }
+    for number, tokens in enumerate(texts):
         state = lm.target.new_state(len(tokens), Needs(final_hidden=True, boundaries=boundaries))
         output = lm.target.prefill(state, tokens)
         here = slice(at, at + len(tokens))
         read = np.concatenate([output.boundaries[k].rows() for k in boundaries], 1)
-        data["states"][here] = torch.from_numpy(read).bfloat16().view(torch.uint16).numpy()
-        data["tokens"][here] = tokens
+        kept["states"][here] = torch.from_numpy(read).bfloat16().view(torch.uint16).numpy()
+        kept["tokens"][here] = tokens
         final = torch.from_numpy(np.array(output.need_hidden().rows())).bfloat16()
         best = (final @ head.T).float().softmax(-1).topk(TOP)
-        data["ids"][here], data["probs"][here] = best.indices.numpy(), best.values.numpy()
-        if number == 0:  # the final norm's weight, and the size of the states that enter it
+        kept["ids"][here], kept["probs"][here] = best.indices.numpy(), best.values.numpy()
+        if number == 0:
             last = torch.from_numpy(read).float()[1:, -hidden:]
             size = last.square().mean(-1, keepdim=True).sqrt()
-            torch.save((final[1:].float() * size / last, size.mean()), folder / "norm.pt")
+            norm, scale = (final[1:].float() * size / last).median(0).values, float(size.mean())
         at += len(tokens)
         if number % 200 == 0:
-            print(f"states of {number} of {len(pairs)} texts", flush=True)
-    return data
+            print(f"states of {number} of {len(texts)} texts", flush=True)
+    return kept, norm, scale
 
 
 def stored(name: str) -> str:
@@ -230,7 +227,7 @@ class Head(nn.Module):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def batches(data: Data, lengths: list[int], seed: int) -> Iterator[dict[str, Tensor]]:
+def batches(data: dict[str, np.memmap], lengths: list[int], seed: int) -> Iterator[dict[str, Tensor]]:
     """All texts once, in random groups of similar length, padded at their ends."""
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
     begins = np.cumsum([0, *lengths])
@@ -240,7 +237,7 @@ def batches(data: Data, lengths: list[int], seed: int) -> Iterator[dict[str, Ten
         for texts in (groups[i] for i in torch.randperm(len(groups)).tolist()):
             longest = max(lengths[text] for text in texts)
             batch = {}
-            for name, kept in data.arrays.items():
+            for name, kept in data.items():
                 padded = np.zeros((len(texts), longest, *kept.shape[1:]), kept.dtype)
                 for row, text in enumerate(texts):
                     padded[row, : lengths[text]] = kept[begins[text] : begins[text + 1]]
@@ -251,7 +248,7 @@ def batches(data: Data, lengths: list[int], seed: int) -> Iterator[dict[str, Ten
             yield batch
 
 
-def train(head: Head, data: Data, lengths: list[int], budget: float, save: Callable[[], None]) -> None:
+def train(head: Head, data: dict[str, np.memmap], lengths: list[int], budget: float, save: Callable[[], None]) -> None:
     """Train for ``budget`` seconds of processor time."""
     layer = [w for name, w in head.weights.items() if w.ndim == 2 and name != "lm_head"]
     others = [w for name, w in head.weights.items() if w.ndim == 1]
@@ -313,25 +310,18 @@ def main() -> None:
         chosen = earlier["d2t"] + torch.arange(len(earlier["d2t"]))
     else:
         chosen = vocabulary(pairs, options.vocabulary, lm.info.vocab_size)
-    data = record(lm, pairs, boundaries, chosen, work)
-    norms, size = torch.load(work / "norm.pt")
-    head = Head(
-        lm.info.hidden_size // 64,
-        torch.load(work / "embedding.pt"),
-        torch.load(work / "lm_head.pt"),
-        norms.median(0).values,
-        1 / float(size),
-        data["states"].shape[1],
-    )
-    for name, weight in head.weights.items():
-        if earlier:
+    texts = [prompt + answered for prompt, answered in pairs]
+    lm_head = host(lm, "lm_head")[chosen]
+    data, norm, scale = record(lm, texts, boundaries, lm_head, work)
+    head = Head(lm.info.hidden_size // 64, host(lm, "embed_tokens"), lm_head, norm, 1 / scale, data["states"].shape[1])
+    if earlier:
+        for name, weight in head.weights.items():
             weight.data.copy_(earlier[stored(name)])
-    lengths = [len(prompt) + len(answered) for prompt, answered in pairs]
 
     def save() -> None:
         head.export(options.out, boundaries, chosen, Path(options.model).name)
 
-    train(head, data, lengths, 60 * options.minutes, save)
+    train(head, data, list(map(len, texts)), 60 * options.minutes, save)
     save()
     print(
         f"{options.out} holds a head for {options.model}: specdec generate {options.model} --drafter eagle3 "

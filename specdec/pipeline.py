@@ -79,8 +79,8 @@ def build(config: RunConfig) -> LanguageModel:
     )
     for notice in notices:
         log.info("notice", text=notice)
-    gc.collect(1)
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it: what loading has freed goes back
+    gc.collect(1)  # loading and warming up leave cycles
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it: what they have freed goes back
         ctypes.CDLL(None).malloc_trim(0)
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
 
