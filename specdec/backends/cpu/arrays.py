@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
 CPU = torch.device("cpu")  # named wherever memory is allocated: a program may have set another default device
+SERIAL = 32768  # elements from which torch.cat starts threads of its own beside the kernels'
 
 
 class CpuHidden(ArrayHidden):
@@ -22,7 +23,11 @@ class CpuHidden(ArrayHidden):
 
     @staticmethod
     def concatenate(arrays: list[Any]) -> Any:
-        first = arrays[0]  # torch.cat would start threads of its own beside the kernels' beyond 32,768 elements
+        first, middle = arrays[0], len(arrays) // 2
+        if sum(array.numel() for array in arrays) < SERIAL:
+            return torch.cat(arrays)
+        if middle > 1:
+            arrays = [CpuHidden.concatenate(arrays[:middle]), CpuHidden.concatenate(arrays[middle:])]
         joined = torch.empty(sum(map(len, arrays)), *first.shape[1:], dtype=first.dtype, device=CPU)
         np.concatenate([_bytes(array) for array in arrays], out=_bytes(joined))
         return joined

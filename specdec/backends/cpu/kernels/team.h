@@ -10,7 +10,7 @@ namespace specdec {
 
 // Waking the threads costs some microseconds: below this much work (bytes read, or a quarter of the multiply-adds,
 // whichever is more) the calling thread alone is faster.
-constexpr int64_t SERIAL_WORK = 192 * 1024;
+constexpr int64_t SERIAL_WORK = 64 * 1024;
 
 // Calls work(body, block) for every block, on the calling thread and on up to threads - 1 others (team.cpp).
 void run_blocks(int threads, int64_t blocks, void (*work)(const void* body, int64_t block), const void* body);
