@@ -22,7 +22,7 @@ from specdec.policies.rates import PassCosts, Rates
 from specdec.records.cost_table import CostTable
 
 STEP_GUESS = 0.2  # cost of a drafted token in plain cycles if nothing was measured: break-even at usual acceptance
-QUIET = 16  # plain cycles after which their cost is updated only now and then
+QUIET = 5  # plain cycles after which their cost is updated only now and then
 SELDOM = 64  # plain cycles between two such updates
 PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
 LASTING = 32  # cycles after which speculation counts as lasting
@@ -122,6 +122,7 @@ class DrafterDepth:
         self.opening = [] if priced else [0, *(depth for depth in tried for _ in range(OPENING)), 0]
         self._distance = config.first_probe  # tokens between trials while speculation is on
         self._tokens = 0  # since the last trial
+        self._due = 0.0  # tokens before which no trial is due, as last computed
         self._cycles = 0  # that the running trial may still take; 0 when none runs
         self._second = False  # whether this is a trial's second cycle
         self._others = 0  # trials of other depths so far
@@ -150,13 +151,18 @@ class DrafterDepth:
 
     def next_depth(self, budget: Budget) -> int:
         """The depth of the next draft: as deep as the budget could pay if nothing of it were accepted."""
+        trying = self.opening or self._cycles
+        if self._tokens < self._due and not (trying or self.depth):
+            return 0
         if not self.affordable(budget, 1):
             self.opening = []
             if self.depth or self._cycles:
                 self._end_trial()
             return 0
-        if not (self.opening or self._cycles) and self._tokens >= self._wait():
-            self._cycles = TRIES
+        if not trying:
+            self._due = self._wait()
+            if self._tokens >= self._due:
+                self._cycles = TRIES
         depth = self.opening[0] if self.opening else self._tried() if self._cycles else self.depth
         while depth and not self.affordable(budget, depth):
             depth -= 1
@@ -231,7 +237,7 @@ class DrafterDepth:
     def _end_trial(self) -> None:
         """Count the tokens until the next trial from here."""
         self._tokens = self._cycles = 0
-        self._second = False
+        self._due, self._second = 0.0, False
 
     def _best(self, pace: float) -> int:
         """The best depth, or the current one if the gain is too small and it beats plain decoding.
