@@ -187,6 +187,15 @@ def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, st
         check(id)(run)
 
 
+def driven(driver: Callable[..., Faults], sentences: Mapping[str, str], *, examples: int, **strategies: Any) -> None:
+    """Register the clauses whose faults ``driver(subject, **case)`` looks for, in cases drawn by ``strategies``."""
+
+    def drive(subject: Any, run: Run, id: str) -> None:
+        run.drive(subject, id, driver, examples=examples, **strategies)
+
+    checks_of(drive, sentences)
+
+
 # --- searching -------------------------------------------------------------------------------------------------------
 
 SHRINKING = 2.0  # seconds for the search for a smaller case

@@ -14,9 +14,7 @@ from specdec.testing.checks import NotApplicable, expect_equal
 from specdec.testing.clauses.ops.operations import HEAD_DIM, REFERENCE, SHAPE, Bench, Call, Drawn
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 CAPACITY = 640
 HEADS, KV_HEADS = 6, 2
