@@ -30,10 +30,7 @@ from specdec.exchange import Seen as Seen
 from specdec.exchange import SharedWeights as SharedWeights
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Float32 = NDArray[np.float32]
+    from specdec.exchange import Float32 as Float32
 
 R = TypeVar("R")
 

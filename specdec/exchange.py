@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Float32 = NDArray[np.float32]
+    Float64 = NDArray[np.float64]
 
 
 class Hidden(abc.ABC):

@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 
 from benchmarks.common import qwen3_5_config
-from specdec.measuring.speed_model import expected_tokens
 from specdec.measuring.synthetic import PROFILES
 
 DEPTHS = (1, 2, 3, 4)  # as far as the profile "mixed" was published
@@ -115,12 +114,6 @@ TOY = Shape(
 # --- speed-ups -------------------------------------------------------------------------------------------------------
 
 
-def conditional(cumulative: Sequence[float], depth: int) -> list[float]:
-    """Conditional acceptances of the first ``depth`` positions."""
-    before = (1.0, *cumulative)
-    return [rate / last for last, rate in zip(before, cumulative, strict=False)][:depth]
-
-
 @attrs.frozen(kw_only=True)
 class Costs:
     """Seconds of the parts of a cycle."""
@@ -135,7 +128,7 @@ class Costs:
 
     def speedup(self, depth: int, cumulative: Sequence[float] = PROFILE) -> float:
         """Tokens per second at ``depth``, relative to plain decoding."""
-        return expected_tokens(conditional(cumulative, depth)) * self.decode / self.cycle(depth)
+        return (1.0 + sum(cumulative[:depth])) * self.decode / self.cycle(depth)
 
     def best(self, cumulative: Sequence[float] = PROFILE) -> tuple[int, float]:
         """The depth with the largest speed-up among the timed ones, and that speed-up."""

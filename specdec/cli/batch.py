@@ -7,8 +7,6 @@ import functools
 import json
 import pathlib
 import sys
-from contextlib import AbstractContextManager
-from typing import TextIO
 
 import click
 
@@ -75,7 +73,7 @@ def batch(
     begin = [functools.partial(lm.stream, tokens) for tokens in encoded]
     try:
         with (
-            _opened(file) as out,
+            contextlib.nullcontext(sys.stdout) if file is None else file.open("w", encoding="utf-8") as out,
             output.progress("reading prompts", silent=file is None, then="prompts") as advance,
             interruptible(running),
         ):
@@ -102,7 +100,3 @@ def batch(
     if failures:
         click.echo(f"{len(failures)} of {output.count(len(prompts), 'prompt')} failed, the first with:", err=True)
         raise failures[0]
-
-
-def _opened(file: pathlib.Path | None) -> AbstractContextManager[TextIO]:
-    return contextlib.nullcontext(sys.stdout) if file is None else file.open("w", encoding="utf-8")

@@ -37,7 +37,7 @@ def info(model: str, mtp: str | None, as_json: bool) -> None:
     if "kind" in data:
         console.print(output.facts(_of_head(data)))
         return
-    console.print(output.facts(_facts(data)))
+    console.print(output.facts([("path", data["path"]), *(_of_family if data["family"] else _of_no_family)(data)]))
     if data["formats"]:
         rows = [
             (row["module"], row["format"], f"{row['weights']:,}", f"{row['parameters']:,}", amount(row["stored_bytes"]))
@@ -50,10 +50,6 @@ def info(model: str, mtp: str | None, as_json: bool) -> None:
         output.lines(console, singular, data[label][:_LISTED])
         if len(data[label]) > _LISTED:
             console.print(f"{singular}: {len(data[label]) - _LISTED} more, which --json lists")
-
-
-def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [("path", data["path"]), *(_of_family(data) if data["family"] else _of_no_family(data))]
 
 
 def _of_head(data: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -319,10 +319,6 @@ _LOG = _ToStderr()
 
 def configure(verbose: int) -> None:
     """Send logs to stderr: warnings; with ``-v`` choices and phases; with ``-vv`` every cycle too."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:  # an unprintable character must not end a generation
-            reconfigure(errors="backslashreplace")
     context = click.get_current_context()
     context.meta[_VERBOSE] = verbose > 0
     log_to_stderr(verbose)

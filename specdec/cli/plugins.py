@@ -11,7 +11,7 @@ import click
 from specdec.checking import fields_of
 from specdec.cli import output
 from specdec.contract import BackendSpec, DrafterSpec, ModelSpec, Needs
-from specdec.registry import KINDS, Entry, Failure, Kind, Origin, registry
+from specdec.registry import KINDS, Entry, Kind, Origin, registry
 
 
 @click.command()
@@ -35,7 +35,15 @@ def plugins(as_json: bool) -> None:
                     {"kind": kind.value, "name": name, "origins": [str(claim.origin) for claim in claims]}
                     for kind, name, claims in registered.conflicts()
                 ],
-                "failures": [_failure(failure) for failure in registered.failures],
+                "failures": [
+                    {
+                        **_named(failure.name, failure.origin),
+                        "module": failure.origin.module,
+                        "during": failure.during,
+                        "error": failure.reason,
+                    }
+                    for failure in registered.failures
+                ],
             }
         )
         return
@@ -65,16 +73,12 @@ def _entry(entry: Entry) -> dict[str, Any]:
         return {**data, "model_types": list(spec.model_types)}
     data["options"] = _options(spec.config)
     if isinstance(spec, DrafterSpec):
-        data["needs"] = _needs(spec.needs)
+        known = attrs.asdict(spec.needs) if isinstance(spec.needs, Needs) else {}  # a function depends on the options
+        data["needs"] = [field for field, value in known.items() if value is True]
     if isinstance(spec, BackendSpec):
         data["reason"] = registry().unavailable(spec)
         data["available"] = data["reason"] is None
     return data
-
-
-def _needs(needs: object) -> list[str]:
-    """What a drafter needs from its target, if independent of its configuration."""
-    return [field for field, value in attrs.asdict(needs).items() if value is True] if isinstance(needs, Needs) else []
 
 
 def _options(config: type, written: Callable[[object], str] = repr) -> dict[str, str]:
@@ -95,12 +99,3 @@ def _as_written(value: object) -> str:
 
 def _named(name: str, origin: Origin) -> dict[str, Any]:
     return {"name": name, "origin": str(origin), "distribution": origin.distribution, "version": origin.version or None}
-
-
-def _failure(failure: Failure) -> dict[str, Any]:
-    return {
-        **_named(failure.name, failure.origin),
-        "module": failure.origin.module,
-        "during": failure.during,
-        "error": failure.reason,
-    }

@@ -58,7 +58,8 @@ def examine_machine() -> dict[str, Any]:
         "auto": auto,
         "auto_reason": auto_reason,
         "failures": [f"{failure} (during {failure.during})" for failure in registry().failures],
-        "memory": _memory(),
+        # bytes; what is free is available to a program, including file caches
+        "memory": dict(zip(("total", "free"), machine.memory(), strict=True)) | _device_memory(),
         "cache_folder": "" if cache is None else str(cache),
         "cache_bytes": 0 if cache is None else _size(cache),
         "cache_problem": cache_problem,
@@ -107,29 +108,22 @@ def _kernels() -> Kernels | str:
     return kernels if isinstance(kernels, Kernels) else f"torch reference: {kernels.reason}"
 
 
-def _memory() -> dict[str, Any]:
-    """Bytes; what is free is available to a program, including file caches."""
-    (total, free), (device, device_total, device_free) = machine.memory(), _device_memory()
-    return {"total": total, "free": free, "device": device, "device_total": device_total, "device_free": device_free}
-
-
-def _device_memory() -> tuple[str, int | None, int | None]:
-    """Return the accelerator's name, total and free memory from CUDA or MLX; ``"", None, None`` without one."""
+def _device_memory() -> dict[str, Any]:
+    """The accelerator's name, total and free memory from CUDA or MLX; "", None and None without one."""
+    name, total, free = "", None, None
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        return torch.cuda.get_device_name(), total, free
-    if machine.library_version("mlx") is not None:
-        try:
+        name = torch.cuda.get_device_name()
+    elif machine.library_version("mlx") is not None:
+        with contextlib.suppress(ImportError):  # the package without its library
             import mlx.core as mx
 
             if mx.default_device().type == mx.DeviceType.gpu:
                 info = mx.device_info()
-                most = int(info.get("max_recommended_working_set_size", 0)) or None
-                used = int(mx.get_active_memory())
-                return str(info.get("device_name", "GPU")), most, None if most is None else most - used
-        except ImportError:  # the package without its library
-            pass
-    return "", None, None
+                name = str(info.get("device_name", "GPU"))
+                total = int(info.get("max_recommended_working_set_size", 0)) or None
+                free = None if total is None else total - int(mx.get_active_memory())
+    return {"device": name, "device_total": total, "device_free": free}
 
 
 def _size(folder: Path) -> int:

@@ -21,24 +21,20 @@ PAUSING = "SPECDEC_PAUSING"
 """``off`` keeps drafting where it takes longer than it can save."""
 
 
-def chosen_drafter(
-    given: str | Mapping[str, Any] | Choice | None = None, environment: Mapping[str, str] | None = None
-) -> Choice:
+def chosen_drafter(given: str | Mapping[str, Any] | Choice | None = None) -> Choice:
     """The drafter that ``given`` names, else the one that the environment names.
 
     Args:
         given: a name, or a mapping with ``name`` and options.
-        environment: ``os.environ`` if None.
 
     Raises: ConfigError if no drafter is named, or the value or the file cannot be used.
     """
-    environment = os.environ if environment is None else environment
     if isinstance(given, Choice):
         return given
     if given is not None:
         table = {"name": given} if isinstance(given, str) else given
         return structure_options(table, Choice, "drafter")
-    named, file = environment.get(DRAFTER), environment.get(CONFIG)
+    named, file = os.environ.get(DRAFTER), os.environ.get(CONFIG)
     if named and file:
         raise ConfigError(f"both {DRAFTER} and {CONFIG} name a drafter", try_="one of them")
     if named:
@@ -62,9 +58,9 @@ def chosen_drafter(
     return choice
 
 
-def chosen_pausing(environment: Mapping[str, str] | None = None) -> bool:
+def chosen_pausing() -> bool:
     """Whether drafting pauses while it does not pay. Raises: ConfigError for another value than on and off."""
-    named = (os.environ if environment is None else environment).get(PAUSING) or "on"
+    named = os.environ.get(PAUSING) or "on"
     if named not in ("on", "off"):
         raise ConfigError(f"{PAUSING} is on or off, got {shown(named)}", try_=f"{PAUSING}=off")
     return named == "on"

@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec.backends.delegating import DelegatingOps
 from specdec.backends.ops import Array
-from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, Hidden, MtpPairs, Needs, Snapshot, State
+from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, Hidden, MtpPairs, Needs, State
 from specdec.errors import ConfigError, UnsupportedError, did_you_mean
 from specdec.measuring.intervals import interval, left_out, ratio
 from specdec.models.causal_lm import CausalLM, SequenceState
@@ -96,7 +96,8 @@ def ablated(lm: LanguageModel, switch: str) -> LanguageModel:
 class AblatedLM(CausalLM):
     """A target whose MTP head makes mistakes; decoding is unchanged.
 
-    Two mistakes are in the head's layer, three in its inputs. It drafts step by step, on the host.
+    Two mistakes are in the head's layer, three in its inputs. It drafts step by step, on the host, and a state is for
+    one generation: without its prompt the head cannot go back.
 
     Args:
         target: a model with an MTP head of one of ``FAMILIES``; weights are shared, and the target is unchanged.
@@ -147,37 +148,18 @@ class AblatedLM(CausalLM):
         if isinstance(state, SequenceState) and isinstance(state.pairs, LatePairs) and state.mtp is not None:
             state.mtp.truncate(0)
             state.pairs.fed = 0
-            state.pairs.begin(state.length)
+            state.pairs.skipped = state.length - state.pairs.waiting
         return output
-
-    def rewind(self, state: State, length: int) -> int:
-        """Any length but the current one rewinds to the start."""
-        return super().rewind(state, 0 if 0 < length < state.length else length)
-
-    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
-        state = super().restore(snapshot, needs)
-        if isinstance(state.pairs, LatePairs):
-            state.pairs.begin(state.length)
-        return state
 
 
 class LatePairs(MtpPairs):
-    """A ledger whose first pairs are in no cache."""
+    """A ledger whose first pairs are in no cache; it does not go back."""
 
     skipped = 0
 
     @property
     def length(self) -> int:
         return self.skipped + super().length
-
-    def begin(self, length: int) -> None:
-        """Count as skipped those of ``length`` positions that are neither fed nor pending."""
-        self.skipped = length - super().length
-
-    def cut(self, length: int) -> None:
-        assert length == 0
-        self.skipped = 0
-        super().cut(length)
 
 
 def _inverse(norm: Norm) -> RmsNorm:

@@ -26,9 +26,7 @@ from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 DEPTH = 4
 MISMATCHES = 10  # listed in a report

@@ -202,7 +202,8 @@ class ComparisonReport:
     @property
     def differences(self) -> tuple[Difference, ...]:
         """Those under speculation, with their verdicts."""
-        return tuple(map(self._judged, self.speculation.differences))
+        judged = ((one, *self._judge(one)) for one in self.speculation.differences)
+        return tuple(attrs.evolve(one, verdict=verdict, reason=reason) for one, verdict, reason in judged)
 
     @property
     def limits(self) -> Rounding:
@@ -229,10 +230,6 @@ class ComparisonReport:
         differing = Counter(bisect_right(GAP_EDGES, difference.top_two) for difference in self.differences)
         edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
         return [(low, high, everywhere[i], differing[i]) for i, (low, high) in enumerate(edges)]
-
-    def _judged(self, difference: Difference) -> Difference:
-        verdict, reason = self._judge(difference)
-        return attrs.evolve(difference, verdict=verdict, reason=reason)
 
     def _judge(self, difference: Difference) -> tuple[Verdict, str]:
         limits = self.limits

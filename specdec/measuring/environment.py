@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
+import torch
 
 from specdec._version import __version__
 from specdec.records import machine
@@ -24,22 +25,12 @@ def _command() -> str:
     return " ".join([program, *sys.argv[1:]])
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 @attrs.frozen(kw_only=True)
 class Environment:
     """Machine, versions and model. Unknown values are None."""
 
     command: str = attrs.field(factory=_command)
-    started: str = attrs.field(factory=_now)
+    started: str = attrs.field(factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     specdec: str = __version__
     python: str = attrs.field(factory=platform.python_version)
     libraries: dict[str, str] = attrs.field(
@@ -49,7 +40,7 @@ class Environment:
     processor: str = attrs.field(factory=machine.processor)
     cores: int = attrs.field(factory=machine.cores)  # available to this process
     memory_bytes: int | None = attrs.field(factory=lambda: machine.memory()[0])
-    threads: int = attrs.field(factory=_threads)  # of torch and the native kernels
+    threads: int = attrs.field(factory=torch.get_num_threads)  # of torch and the native kernels
     load_1min: float | None = attrs.field(factory=machine.load_1min)  # before the measurement
     model: str
     family: str

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 Interval = tuple[float, float] | None
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import queue
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ import attrs
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError, did_you_mean, shown, typed
 from specdec.files.reading import parse_json
+from specdec.locks import within
 
 TOP = 5  # alternatives requested at every position; the most that OpenAI's completions give
 LARGEST = 2**25  # bytes of an answer
@@ -178,22 +177,10 @@ class ServerEngine:
 
         Waits for a thread: a server that sends a byte now and then lets no read time out, nor does ``100 Continue``.
         """
-        replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                replies.put((self._exchange(path, body), None))
-            except BaseException as error:  # noqa: BLE001 - raised below
-                replies.put((None, error))
-
-        threading.Thread(target=ask, daemon=True).start()
         try:
-            value, error = replies.get(timeout=self._timeout)
-        except queue.Empty:
+            return within(lambda: self._exchange(path, body), self._timeout)
+        except TimeoutError:
             raise self._late() from None
-        if error is not None:
-            raise error
-        return value
 
     def _exchange(self, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -25,15 +25,6 @@ TURN_ON = 1.05  # the lower end of the speed-up must exceed this
 NOT_WORTH_IT = 1.02  # the upper end of the speed-up must be below this
 
 
-def expected_tokens(acceptance: Sequence[float]) -> float:
-    """E of a cycle that drafts ``len(acceptance)`` tokens with these conditional acceptances."""
-    expected = survival = 1.0
-    for conditional in acceptance:
-        survival *= conditional
-        expected += survival
-    return expected
-
-
 def break_even(cost: float, depth: int) -> float | None:
     """The conditional acceptance, equal at every position, at which ``depth`` emits ``cost`` tokens.
 

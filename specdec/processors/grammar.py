@@ -126,21 +126,16 @@ class GrammarProcessor(LogitsProcessor):
         return masked
 
     def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        generated, count = history[self._start :], 0
         with self._timed():
-            return self._legal(draft, history)
-
-    def _legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
-        generated = history[self._start :]
-        if self._go_to(generated):
-            words = self._before_end(draft)
-            count = self._matcher.validate_tokens(words) if words else 0
-            self._check()
-            if count < len(words) or count == len(draft):
-                return count
-            if not self._go_to([*generated, *words]) or not self._matcher.is_accepting():
-                return count
-        else:
-            count = 0
+            if self._go_to(generated):
+                words = self._before_end(draft)
+                count = self._matcher.validate_tokens(words) if words else 0
+                self._check()
+                if count < len(words) or count == len(draft):
+                    return count
+                if not self._go_to([*generated, *words]) or not self._matcher.is_accepting():
+                    return count
         while count < len(draft) and draft[count] in self._end_tokens:
             count += 1
         return count

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import re
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +88,9 @@ class Registry:
         self._lock = ForkSafeLock()
         self._importing = False
         self._observers: tuple[Plugin, ...] = ()
-        installed = self._installed() if entry_points is None else map(of_entry_point, entry_points)
-        self._waiting = deque(installed), deque(map(of_built_in, built_ins))
+        if entry_points is None:
+            entry_points = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
+        self._waiting = deque(map(of_entry_point, entry_points)), deque(map(of_built_in, built_ins))
 
     def load(self) -> None:
         """Load everything not loaded yet; every look-up does this.
@@ -349,21 +349,6 @@ class Registry:
             during=failure.during,
             error=failure.reason,
         )
-
-    def _installed(self) -> Iterator[Plugin]:
-        names: set[str] = set()
-        for distribution in importlib.metadata.distributions():
-            try:  # one distribution with a broken entry_points.txt must not hide all others
-                mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
-                name = re.sub(r"[-_.]+", "-", distribution.name).lower() if mine else ""
-                plugins = [of_entry_point(entry_point, distribution) for entry_point in mine]
-            except Exception as error:  # noqa: BLE001 - broken metadata can raise anything
-                where = str(getattr(distribution, "_path", "unknown distribution"))
-                self._fail(Failure(where, Origin(where), error, "registration"))
-                continue
-            if name not in names:  # the first on the path shadows the others, as for imports
-                yield from plugins
-            names |= {name} if mine else set()
 
     def _register(self, plugin: Any) -> dict[str, pluggy.HookImpl]:
         """Register with pluggy; returns the plugin's implementations by hook.

@@ -130,9 +130,7 @@ def of_built_in(built_in: str | object) -> Plugin:
     return Plugin(module, Origin(module=module), lambda: built_in)
 
 
-def of_entry_point(
-    entry_point: importlib.metadata.EntryPoint, distribution: importlib.metadata.Distribution | None = None
-) -> Plugin:
-    distribution = distribution or entry_point.dist
+def of_entry_point(entry_point: importlib.metadata.EntryPoint) -> Plugin:
+    distribution = entry_point.dist
     name, version = ("unknown distribution", "") if distribution is None else (distribution.name, distribution.version)
     return Plugin(entry_point.name, Origin(name, version, entry_point.module), entry_point.load)

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from specdec.errors import PromptError
+from specdec.text.incremental import open_end
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
@@ -174,12 +175,8 @@ class Splitter:
 
     def _certain(self, mark: str) -> int:
         """How many characters come before ``mark``, or before what may become it."""
-        place, text = self._text.find(mark), self._text
-        if place >= 0:
-            return place
-        return next(
-            (i for i in range(max(len(text) - len(mark) + 1, 0), len(text)) if mark.startswith(text[i:])), len(text)
-        )
+        place = self._text.find(mark)
+        return place if place >= 0 else len(self._text) - open_end(self._text, [mark])
 
     def _hand_out(self, delta: dict[str, str], field: str, count: int) -> None:
         if count:

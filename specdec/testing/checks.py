@@ -11,7 +11,6 @@ import functools
 import inspect
 import io
 import random
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 import numpy as np
+import torch
 
 from specdec.checking import between, checked
 from specdec.errors import described
@@ -112,18 +112,19 @@ def not_applicable(reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def own_generators(seed: int) -> Iterator[None]:
-    """Seed the global generators: PyTorch's only if it is loaded. They are restored afterwards.
+    """Seed the global generators. They are restored afterwards.
 
     Raises: Broken if the block moves one of them.
     """
-    torch = sys.modules.get("torch")
     generators: list[tuple[Any, Any, Any]] = [  # of each: what seeds it, gives its state, and sets it
         (random.seed, random.getstate, random.setstate),
         (np.random.seed, np.random.get_state, np.random.set_state),
+        (
+            torch.manual_seed,
+            lambda: [torch.get_rng_state().numpy()],
+            lambda parts: torch.set_rng_state(torch.from_numpy(*parts)),
+        ),
     ]
-    if torch is not None:
-        get, put = torch.get_rng_state, torch.set_rng_state
-        generators.append((torch.manual_seed, lambda: [get().numpy()], lambda parts: put(torch.from_numpy(*parts))))
 
     def states() -> list[Any]:
         return [state() for _, state, _ in generators]
@@ -185,6 +186,15 @@ def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, st
 
         run.__doc__ = sentence
         check(id)(run)
+
+
+def driven(driver: Callable[..., Faults], sentences: Mapping[str, str], *, examples: int, **strategies: Any) -> None:
+    """Register the clauses whose faults ``driver(subject, **case)`` looks for, in cases drawn by ``strategies``."""
+
+    def drive(subject: Any, run: Run, id: str) -> None:
+        run.drive(subject, id, driver, examples=examples, **strategies)
+
+    checks_of(drive, sentences)
 
 
 # --- searching -------------------------------------------------------------------------------------------------------

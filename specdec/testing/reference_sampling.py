@@ -18,7 +18,7 @@ from specdec.testing.numerics import goodness_of_fit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 
 def reference_logits(

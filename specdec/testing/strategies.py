@@ -14,9 +14,7 @@ import numpy as np
 from specdec.contract import Sampling
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -36,9 +36,7 @@ from specdec.errors import ContractError, PromptError, ShapeError, StateError, U
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.contract import Float32
-
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float32, Float64
 
 MARKS = 4  # points that a recurrent state can go back to
 MAX_ROWS = 16
@@ -54,10 +52,6 @@ class Memory(enum.Enum):
     """Goes back to any token."""
     RECURRENT = "recurrent"
     """Goes back to the ends of the last prompt chunks only."""
-
-
-class TableLogits(HostLogits):
-    """Logits ``[T, V]`` float32 on the host."""
 
 
 @attrs.frozen
@@ -291,7 +285,7 @@ class TableModel(ForwardPass):
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         state, points = self._run(state, tokens)
         state.provisional, state.fed = points, tuple(tokens)
-        return self._output(state, points, len(tokens), TableLogits(self._rows(points)))
+        return self._output(state, points, len(tokens), HostLogits(self._rows(points)))
 
     def commit(self, state: State, rows: int) -> None:
         state = self._own(state)
@@ -332,7 +326,7 @@ class TableModel(ForwardPass):
             left_out[list(head.tokens)] = False
             logits = np.where(left_out, -np.inf, logits)
         return ForwardOutput(
-            rows=len(tokens), logits=TableLogits(np.asarray(logits[None], np.float32)), hidden=self._hidden(points)
+            rows=len(tokens), logits=HostLogits(np.asarray(logits[None], np.float32)), hidden=self._hidden(points)
         )
 
     def draft_head(self, tokens: Sequence[int]) -> TableHead:

@@ -30,9 +30,7 @@ from specdec.testing.checks import Broken, expect, expect_equal
 from specdec.testing.subjects import ForwardPassSubject
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float32 = NDArray[np.float32]
+    from specdec.exchange import Float32
 
 LONGEST = 700  # tokens of a text
 SLACK = 0.02  # NUMERIC parity: allowed difference of rows, as a share of the logits' spread

@@ -10,12 +10,13 @@ import attrs
 import hypothesis.strategies as st
 import numpy as np
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
 from specdec.errors import UnsupportedError
 from specdec.sampling import Purpose, draft_token, draw, gumbel
 from specdec.testing.reference_sampling import Places, reference_distribution, reference_logits
 from specdec.testing.strategies import log_uniform, samplings, seeds
-from specdec.testing.table_model import TableLogits, TableModel
+from specdec.testing.table_model import TableModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -175,11 +176,10 @@ def _drafted(case: Case, kind: str, rng: np.random.Generator, with_probs: bool) 
     return attrs.evolve(case, draft=Draft(case.draft.tokens, probs))
 
 
-def decide(verifier: Verifier, case: Case, logits: TableLogits | None = None) -> Verdict | None:
+def decide(verifier: Verifier, case: Case) -> Verdict | None:
     """The verdict, or None if the verifier refuses the settings."""
-    logits = TableLogits(case.rows.copy()) if logits is None else logits
     try:
-        return verifier.verify(case.draft, logits, case.context(verifier.draft_noise))
+        return verifier.verify(case.draft, HostLogits(case.rows.copy()), case.context(verifier.draft_noise))
     except UnsupportedError:
         return None
 
@@ -245,12 +245,12 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Place
                 continue
             if row == other and kind != "drawn":
                 logits[-1] = -np.inf
-            token, drawn_from = draft_token(TableLogits(logits[None]), tokens[1:], context)
+            token, drawn_from = draft_token(HostLogits(logits[None]), tokens[1:], context)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from]
         drafted = Draft(tuple(tokens[1:]), np.stack(probs) if probs else None)
         try:
-            verdict = verifier.verify(drafted, TableLogits(np.log(target[tokens]).astype(np.float32)), context)
+            verdict = verifier.verify(drafted, HostLogits(np.log(target[tokens]).astype(np.float32)), context)
         except UnsupportedError:
             continue
         taken = True

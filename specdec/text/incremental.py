@@ -141,7 +141,7 @@ class StopMatcher:
             _, at, self._matched = min(found)
             self._held = ""
             return text[:at], self._matched
-        keep = self._open_length(text)
+        keep = open_end(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -150,10 +150,11 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _open_length(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that is a prefix of a stop string."""
-        for length in range(min(len(self._stops[0]) - 1, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+def open_end(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may become one of ``marks``, of which the first is the longest."""
+    for length in range(min(len(marks[0]) - 1, len(text)), 0, -1):
+        end = text[len(text) - length :]
+        if any(mark.startswith(end) for mark in marks):
+            return length
+    return 0

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
 from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import parse_json, read_text
+from specdec.locks import within
 from specdec.text.chat_template import ChatTemplate, read_chat_templates, template_variables
 
 T = TypeVar("T")
@@ -340,23 +340,10 @@ def limited(call: Callable[[], T], seconds: float) -> T:
     abandoned. ``call`` must release the interpreter's lock, as ``encode_batch`` does and ``encode`` does not.
     Raises: ValueError, also when the time is over.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(guarded(call))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise ValueError(f"it takes more than {seconds:.0f} seconds")
-    return results[0]
+    try:
+        return within(lambda: guarded(call), seconds)
+    except TimeoutError:
+        raise ValueError(f"it takes more than {seconds:.0f} seconds") from None
 
 
 def check_parts(document: Any) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec
+from specdec.backends.arrays import HostLogits
 from specdec.contract import PrepareEnv
 from specdec.drafters import draft_model
 from specdec.drafters.draft_model import DraftModelConfig
@@ -18,7 +19,6 @@ from specdec.drafters.logits import last_row
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.registry import Registry
 from specdec.testing import TableModel
-from specdec.testing.table_model import TableLogits
 from tests import tiny
 from tests.drafters.composed import LLAMA, composed
 from tests.drafters.two_tokenizers import byte_level
@@ -104,9 +104,9 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, 
 def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows, seed, k):
     """Every cheap view of the logits says what the full row says, ties included."""
     values = np.random.default_rng(seed).integers(-2, 3, (rows, inner)).astype(np.float32)
-    row = last_row(TableLogits(values), inner, width)
+    row = last_row(HostLogits(values), inner, width)
     padded = np.concatenate([values, np.full((rows, 7), -np.inf, np.float32)], axis=1)[-1:, :width]
-    whole = TableLogits(padded)
+    whole = HostLogits(padded)
     assert len(row) == 1
     assert np.array_equal(row.rows(), padded)
     assert row.argmax() == whole.argmax()

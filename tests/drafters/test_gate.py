@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, DraftNoise, Sampling
 from specdec.drafters.gate import DraftGate, Drawing
-from specdec.testing.table_model import TableLogits
 
 logits_rows = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=12)
 
@@ -31,7 +31,7 @@ def test_confidence_is_the_largest_probability_of_the_law(row, threshold, temper
     confidence = softmax(values, 1.0 if point else temperature).max()
     if abs(confidence - threshold) < 1e-6:
         return
-    assert DraftGate(min_confidence=threshold).stops(TableLogits(values[None]), context) == (confidence < threshold)
+    assert DraftGate(min_confidence=threshold).stops(HostLogits(values[None]), context) == (confidence < threshold)
 
 
 @given(row=logits_rows, threshold=st.floats(0.01, 40))
@@ -40,7 +40,7 @@ def test_margin_is_the_gap_of_the_two_best_logits(row, threshold):
     best = sorted(values.tolist(), reverse=True)
     gap = math.inf if len(best) == 1 else best[0] - best[1]
     gate = DraftGate(min_margin=threshold)
-    assert gate.stops(TableLogits(values[None]), Context([1])) == (gap < threshold)
+    assert gate.stops(HostLogits(values[None]), Context([1])) == (gap < threshold)
     assert gate.report() == {"gate_steps": 1, "gate_stops": int(gap < threshold)}
 
 
@@ -50,12 +50,12 @@ def test_rows_that_need_no_draft_are_chosen_in_one_call(penalty):
     values = np.random.default_rng(0).standard_normal((3, 9)).astype(np.float32)
     context = Context([1, 2], Sampling(temperature=1.0, seed=3, repetition_penalty=penalty))
 
-    class Chosen(TableLogits):
+    class Chosen(HostLogits):
         def choose(self, choosing):
             return [7, 7, None]
 
     singly, at_once = (Drawing(DraftGate(), context, reduced=False) for _ in range(2))
     for row in range(3):
-        singly.next(TableLogits(values[row : row + 1]))
+        singly.next(HostLogits(values[row : row + 1]))
     at_once.rows(Chosen(values))
     assert at_once.tokens == (singly.tokens if penalty > 1 else [7, 7, singly.tokens[2]])

@@ -176,18 +176,21 @@ def test_drafting_pauses_while_it_takes_longer_than_it_can_save(monkeypatch, dra
     ("named", "choice"),
     [("suffix", Choice("suffix")), ('{ name = "suffix", min_match = 2 }', Choice("suffix", {"min_match": 2}))],
 )
-def test_a_name_or_a_table(named, choice):
-    assert chosen_drafter(environment={"SPECDEC_DRAFTER": named}) == choice
+def test_a_name_or_a_table(named, choice, monkeypatch):
+    monkeypatch.setenv("SPECDEC_DRAFTER", named)
+    assert chosen_drafter() == choice
 
 
 @pytest.mark.parametrize("named", ["{", " ", '{"name": "ngram"}', "[1", '"suffix'])
-def test_another_text_is_refused_with_the_variable(named):
+def test_another_text_is_refused_with_the_variable(named, monkeypatch):
+    monkeypatch.setenv("SPECDEC_DRAFTER", named)
     with pytest.raises(ConfigError, match="SPECDEC_DRAFTER is a name or a TOML table") as refused:
-        chosen_drafter(environment={"SPECDEC_DRAFTER": named})
+        chosen_drafter()
     assert "-s" not in str(refused.value).split()
 
 
-@pytest.mark.parametrize("environment", [{}, {"SPECDEC_DRAFTER": "auto"}])
-def test_no_drafter_is_named(environment):
+@pytest.mark.parametrize("named", ["", "auto"])
+def test_no_drafter_is_named(named, monkeypatch):
+    monkeypatch.setenv("SPECDEC_DRAFTER", named)
     with pytest.raises(ConfigError, match="no drafter is named for this host"):
-        chosen_drafter(environment=environment)
+        chosen_drafter()

@@ -44,31 +44,6 @@ def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
     check(run, wrong, 4)
 
 
-def test_a_state_without_its_prompt_survives_a_snapshot(make_target):
-    target = AblatedLM(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
-    drafts = []
-    for saving in (False, True):
-        run = Run(target)
-        run.prefill(prompt_of(12))
-        run.draft(2)
-        run.verify([5, 6], 1, following=7)
-        if saving:
-            run.save_and_load()
-        drafts.append(run.draft(3))
-        assert (run.state.pairs.length, run.state.pairs.skipped) == (run.state.length, 10)
-    assert drafts[0] == drafts[1]
-    run.verify([5], 0, following=9)
-    run.rewind(6)
-    assert (run.state.pairs.length, run.state.pairs.skipped) == (5, 4)
-    assert run.draft(3) == _fresh(target, run.tokens).draft(3)
-
-
-def _fresh(target, tokens):
-    run = Run(target)
-    run.prefill(tokens)
-    return run
-
-
 def test_what_has_no_such_head_is_refused(make_target):
     without = make_target("qwen3_5", mtp=False)
     assert inapplicable(without, "gate-silu") == "this qwen3_5 model has no MTP head"

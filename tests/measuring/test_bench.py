@@ -4,6 +4,7 @@ import attrs
 import numpy as np
 import pytest
 
+from specdec.backends.arrays import HostLogits
 from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Sampling, Verdict, Verifier
 from specdec.measuring import bench as bench_module
@@ -13,7 +14,6 @@ from specdec.measuring.runs import generate
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
 from specdec.registry.parts import DepthPart
-from specdec.testing.table_model import TableLogits
 from specdec.verifiers.strict import StrictVerifier
 from tests.measuring.test_acceptance import prompts
 
@@ -134,7 +134,7 @@ def imposed(profile, depth, cycles):
     verifier = SyntheticVerifier(StrictVerifier(), profile)
     context, logits = (
         Context([1, 2, 3], Sampling(seed=5)),
-        TableLogits(np.eye(110, dtype=np.float32)[100 : 101 + depth]),
+        HostLogits(np.eye(110, dtype=np.float32)[100 : 101 + depth]),
     )
     verdicts = []
     for number in range(cycles):

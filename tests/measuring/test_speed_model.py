@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.measuring.speed_model import Advice, Prediction, advise, break_even, expected_tokens
-
-shares = st.floats(0.0, 1.0)
+from specdec.measuring.speed_model import Advice, Prediction, advise, break_even
 
 
 def enumerated(acceptance):
@@ -19,11 +17,6 @@ def enumerated(acceptance):
         probability = math.prod(a if right else 1 - a for a, right in zip(acceptance, outcome, strict=True))
         expected += probability * (1 + [*outcome, False].index(False))
     return expected
-
-
-@given(st.lists(shares, max_size=7))
-def test_expected_tokens_are_those_of_all_outcomes(acceptance):
-    assert expected_tokens(acceptance) == pytest.approx(enumerated(acceptance), abs=1e-9)
 
 
 @given(st.floats(0.2, 12.0), st.integers(1, 8))

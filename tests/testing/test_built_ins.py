@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
+from specdec.backends.arrays import HostLogits
 from specdec.config import Choice
 from specdec.contract import Needs, Parity, PrepareEnv, Sampling, Verdict
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig
@@ -28,7 +29,6 @@ from specdec.testing import (
 )
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.testing.second_model import second_model
-from specdec.testing.table_model import TableLogits
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
@@ -100,7 +100,7 @@ class Numeric(TableModel):
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
         rows = output.need_logits().rows() * np.float32(1 + 2**-22 * (len(tokens) > 1))
-        return attrs.evolve(output, logits=TableLogits(rows))
+        return attrs.evolve(output, logits=HostLogits(rows))
 
 
 class Eighths(TableModel):

@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import Draft
-from specdec.testing.table_model import TableLogits
 from specdec.testing.verifier_cases import cases, emitted
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.strict import StrictVerifier
@@ -17,7 +17,7 @@ MARGINS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
 
 
 def decide(verifier, case):
-    return verifier.verify(case.draft, TableLogits(case.rows), case.context())
+    return verifier.verify(case.draft, HostLogits(case.rows), case.context())
 
 
 @given(GREEDY)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import sampling as production
+from specdec.backends.arrays import HostLogits
 from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
 from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
 from specdec.testing import Memory, TableModel, strategies
 from specdec.testing.engine_run import ScriptedDrafter, run_engine
 from specdec.testing.numerics import goodness_of_fit
-from specdec.testing.table_model import TableLogits
 from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
@@ -69,7 +69,7 @@ def test_draft_tokens_that_a_processor_forbids_are_cut_and_counted():
 
 def check_rows_have_their_own_history(case):
     """F(row i) is F(plain decoding after y + x_1..x_i)."""
-    rows = Rows(TableLogits(case.rows), case.draft.tokens, case.context())
+    rows = Rows(HostLogits(case.rows), case.draft.tokens, case.context())
     for row in range(len(case.draft.tokens) + 1):
         np.testing.assert_allclose(rows.distribution(row), case.distribution(row), atol=1e-9)
 
@@ -90,10 +90,10 @@ def test_ties_go_by_ascending_id():
     assert survivors(logits, Sampling(temperature=1.0, top_p=0.5))[0].tolist() == [0, 1, 2]
     logits[[2, 4]] = 1.0
     assert survivors(logits, Sampling(temperature=1.0, top_k=3))[0].tolist() == [0, 2, 4]
-    rows = Rows(TableLogits(logits[None].astype(np.float32)), (), Context([0], Sampling()))
+    rows = Rows(HostLogits(logits[None].astype(np.float32)), (), Context([0], Sampling()))
     assert rows.choose(0) == 2
     assert (
-        Rows(TableLogits(logits[None].astype(np.float32)), (), Context([0], Sampling(logit_bias={5: 0.0}))).choose(0)
+        Rows(HostLogits(logits[None].astype(np.float32)), (), Context([0], Sampling(logit_bias={5: 0.0}))).choose(0)
         == 2
     )
 
@@ -152,7 +152,7 @@ def test_noise_differs_by_seed_position_purpose_and_cycle():
 def test_a_large_vocabulary_keeps_its_tail():
     """V = 248 320, Zipf: sums in float32 lose the tail, and with it the law of the rare tokens."""
     weights = 1.0 / np.arange(1, 248_321)
-    logits, edges = TableLogits(np.log(weights).astype(np.float32)[None]), np.array([1, 3, 10, 30, 100, 1_000, 10_000])
+    logits, edges = HostLogits(np.log(weights).astype(np.float32)[None]), np.array([1, 3, 10, 30, 100, 1_000, 10_000])
     counts = np.zeros(len(edges) + 1, np.int64)
     for seed in range(300):
         context = Context([1], Sampling(temperature=1.0, seed=seed), generated_from=1)

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 
 from specdec.contract import CycleRecord, DepthPolicy, Stats
-from specdec.testing.checks import Faults, Run, checks_of, own_generators
+from specdec.testing.checks import Faults, driven, own_generators
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import DepthPolicySubject
 
@@ -122,13 +122,8 @@ def _policies(subject: DepthPolicySubject, length: int, seed: int, rows: int, ou
     return faults
 
 
-def _drive(subject: DepthPolicySubject, run: Run, clause: str) -> None:
-    drawn: dict[str, Any] = {"rows": st.sampled_from(ROWS), "outcome": st.sampled_from(_OUTCOMES)}
-    run.drive(subject, clause, _policies, examples=16, length=lengths(LONG), seed=seeds, **drawn)
-
-
-checks_of(
-    _drive,
+driven(
+    _policies,
     {
         "P1": "``next_depth`` returns a plain int of 0 or more.",
         "P2": "The first depth is chosen from fresh Stats, before any record.",
@@ -140,4 +135,9 @@ checks_of(
         "P7": "Asking changes nothing: the depths are the same however often ``next_depth`` and ``reason`` are asked.",
         "P8": "``reason`` is text: empty while drafts are asked for, and why when the depth stays 0.",
     },
+    examples=16,
+    length=lengths(LONG),
+    seed=seeds,
+    rows=st.sampled_from(ROWS),
+    outcome=st.sampled_from(_OUTCOMES),
 )

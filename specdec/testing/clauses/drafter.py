@@ -15,7 +15,7 @@ import numpy as np
 from specdec.contract import Context, Drafter, DrafterEnv, DraftNoise, Sampling
 from specdec.hosting.engines import HostState, HostTarget, host_info
 from specdec.testing import strategies
-from specdec.testing.checks import Faults, Run, check, checks_of, expect, not_applicable, own_generators
+from specdec.testing.checks import Faults, Run, check, driven, expect, not_applicable, own_generators
 from specdec.testing.engine_run import expect_plain_output, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.reference_sampling import Places, joint_distribution
@@ -30,7 +30,6 @@ from specdec.verifiers.strict import StrictVerifier
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_settings = st.one_of(st.just("greedy"), st.sampled_from(list(SETTINGS)))
 _memories = st.sampled_from(list(Memory))
 DRAWN = 300  # most tokens of texts at temperatures above 0
 _PROMPT = (1, 2, 3, 1, 2, 3, 1, 2)  # repeats, so that an n-gram drafter finds something
@@ -68,13 +67,8 @@ def _drafters(subject: DrafterSubject, length: int, seed: int, setting: str, mem
     return faults
 
 
-def _drive(subject: DrafterSubject, run: Run, clause: str) -> None:
-    drawn: dict[str, Any] = {"setting": _settings, "memory": _memories}
-    run.drive(subject, clause, _drafters, examples=14, length=lengths(1150), seed=seeds, **drawn)
-
-
-checks_of(
-    _drive,
+driven(
+    _drafters,
     {
         "D1": "A draft has at most ``depth`` tokens, each a plain int inside the vocabulary.",
         "D2": "The context is never changed: neither its tokens nor its settings.",
@@ -93,6 +87,11 @@ checks_of(
         "D18": "``report`` returns plain JSON data without NaN, as a copy, and calling it changes nothing.",
         "D19": "Arrays belong to their receiver: those of a pass stay unchanged, and a draft is never written again.",
     },
+    examples=14,
+    length=lengths(1150),
+    seed=seeds,
+    setting=st.one_of(st.just("greedy"), st.sampled_from(list(SETTINGS))),
+    memory=_memories,
 )
 
 

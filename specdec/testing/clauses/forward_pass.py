@@ -38,9 +38,7 @@ from specdec.testing.target_under_test import DIFFERS, MTP, Play, TargetUnderTes
 from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float32 = NDArray[np.float32]
+    from specdec.exchange import Float32
 
 _KINDS: Mapping[str, Sequence[str]] = {
     "F2": ("prefill", "decode", "twice", "decode"),
@@ -194,7 +192,7 @@ def logits_methods(subject: ForwardPassSubject, run: Run) -> None:
         check_logits(logits, rows, vocab, [vocab - 1, *drafted[1:]] if number % 2 else drafted)
 
 
-def check_logits(logits: Logits, count: int, vocab: int, picked: Sequence[int]) -> NDArray[np.float32]:
+def check_logits(logits: Logits, count: int, vocab: int, picked: Sequence[int]) -> Float32:
     """Check that every method agrees with ``rows``, and return those: ``[count, vocab]``.
 
     Args:

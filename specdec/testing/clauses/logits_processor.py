@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.contract import Context, ProcessorEnv
 from specdec.errors import SpecdecError
-from specdec.testing.checks import Faults, Run, checks_of, not_applicable, own_generators
+from specdec.testing.checks import Faults, driven, not_applicable, own_generators
 from specdec.testing.second_model import byte_tokenizer
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import LogitsProcessorSubject
@@ -156,13 +156,8 @@ def _processors(subject: LogitsProcessorSubject, number: int, seed: int, rows: i
     return faults
 
 
-def _drive(subject: LogitsProcessorSubject, run: Run, clause: str) -> None:
-    numbers = st.integers(0, len(ENVIRONMENTS) - 1)
-    run.drive(subject, clause, _processors, examples=16, number=numbers, seed=seeds, rows=lengths(ROWS))
-
-
-checks_of(
-    _drive,
+driven(
+    _processors,
     {
         "L1": "``process`` returns float32 ``[V]`` without NaN or infinity above, also for logits with ``-inf`` in "
         "them.",
@@ -175,4 +170,8 @@ checks_of(
         "L7": "``forced`` gives ids of the vocabulary, the same again, and ``process`` allows each after those before "
         "it.",
     },
+    examples=16,
+    number=st.integers(0, len(ENVIRONMENTS) - 1),
+    seed=seeds,
+    rows=lengths(ROWS),
 )

@@ -7,7 +7,7 @@ import concurrent.futures
 import numpy as np
 
 from specdec.contract import CycleRecord
-from specdec.testing.checks import Broken, Faults, Run, checks_of, own_generators
+from specdec.testing.checks import Broken, Faults, driven, own_generators
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import OBSERVES, ObserverSubject
 
@@ -44,16 +44,15 @@ def _observers(subject: ObserverSubject, length: int, seed: int) -> Faults:
     return faults
 
 
-def _drive(subject: ObserverSubject, run: Run, clause: str) -> None:
-    run.drive(subject, clause, _observers, examples=8, length=lengths(LONG), seed=seeds)
-
-
-checks_of(
-    _drive,
+driven(
+    _observers,
     {
         "S1": "Every record is taken: of any sequence, at any position, without a draft, of zero seconds.",
         "S2": "An observer moves no global random generator.",
         "S3": "An observer prints nothing: standard output belongs to the calling program.",
         "S6": "Records come from any thread of the program, and from several in turn.",
     },
+    examples=8,
+    length=lengths(LONG),
+    seed=seeds,
 )

@@ -14,6 +14,7 @@ import attrs
 import hypothesis.strategies as st
 import numpy as np
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, DraftNoise, Guarantee, Sampling, Verdict
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.sampling import draft_token
@@ -32,7 +33,7 @@ from specdec.testing.checks import (
 )
 from specdec.testing.engine_run import ScriptedDrafter, expect_plain_output
 from specdec.testing.subjects import VerifierSubject
-from specdec.testing.table_model import Memory, TableLogits, TableModel
+from specdec.testing.table_model import Memory, TableModel
 from specdec.testing.verifier_cases import VOCAB, Case, cases, decide, emitted, every_position, target_rows
 
 
@@ -103,7 +104,7 @@ def _pure(subject: VerifierSubject, case: Case, expected: Verdict | None, faults
     for other in [longer, reversed_ids] if np.isfinite(reversed_ids.rows[:, -1]).all() else [longer]:
         decide(verifier, other)
     note("V8", decide(verifier, case), expected, "the verdict depends on calls before it")
-    logits, context = TableLogits(case.rows.copy()), case.context(verifier.draft_noise)
+    logits, context = HostLogits(case.rows.copy()), case.context(verifier.draft_noise)
     with faults.of("V8"), own_generators(1), contextlib.suppress(UnsupportedError):
         again = verifier.verify(case.draft, logits, context)
         expect_equal(again, expected, "the verdict depends on a global generator, or on how often it is asked")
@@ -175,7 +176,7 @@ def identical_models(subject: VerifierSubject, run: Run) -> None:
         tokens: list[int] = []
         probs = []
         for _ in range(depth):
-            token, row = draft_token(TableLogits(model.logits([*history, *tokens])[None]), tokens, context)
+            token, row = draft_token(HostLogits(model.logits([*history, *tokens])[None]), tokens, context)
             tokens.append(token)
             probs += [] if row is None else [row]
         draft = Draft(tuple(tokens), np.stack(probs) if probs else None)

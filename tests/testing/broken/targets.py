@@ -5,10 +5,11 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import NO_NEEDS
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
-from specdec.testing.table_model import Memory, TableLogits, TableModel
+from specdec.testing.table_model import Memory, TableModel
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
@@ -49,7 +50,7 @@ class OtherBitsInWidePasses(TableModel):
         output = super().decode(state, tokens)
         if len(tokens) < 9:
             return output
-        return attrs.evolve(output, logits=TableLogits(output.logits.rows() * np.float32(1 + 2**-22)))
+        return attrs.evolve(output, logits=HostLogits(output.logits.rows() * np.float32(1 + 2**-22)))
 
 
 class TakesTheNeighboursRows(TableModel):
@@ -81,7 +82,7 @@ class TiesToTheHighestId(TableModel):
         return attrs.evolve(output, logits=_HighTies(output.logits.rows()))
 
 
-class _HighTies(TableLogits):
+class _HighTies(HostLogits):
     def topk(self, k):
         order = [np.lexsort((-np.arange(len(row)), -row))[:k] for row in self.rows()]
         return [o.tolist() for o in order], [r[o].tolist() for r, o in zip(self.rows(), order, strict=True)]
@@ -90,7 +91,7 @@ class _HighTies(TableLogits):
 class LogitsFromPrefill(TableModel):
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
-        return attrs.evolve(output, logits=TableLogits(self._rows([state.last])))
+        return attrs.evolve(output, logits=HostLogits(self._rows([state.last])))
 
 
 class LastPlaceUnusable(TableModel):
@@ -150,7 +151,7 @@ class NoiseOfAnotherRow(TableModel):
         return attrs.evolve(output, logits=_LateNoise(output.logits.rows()))
 
 
-class _LateNoise(TableLogits):
+class _LateNoise(HostLogits):
     def choose(self, choosing):
         sampling = choosing.sampling
         if not sampling.temperature:
@@ -182,7 +183,7 @@ class AddressesByPlace(TableModel):
             return output
         placed = np.full((1, self.vocab), -np.inf, np.float32)
         placed[:, : len(head.tokens)] = output.logits.rows()[:, list(head.tokens)]
-        return attrs.evolve(output, logits=TableLogits(placed))
+        return attrs.evolve(output, logits=HostLogits(placed))
 
 
 class DrawsFromNumpy(TableModel):

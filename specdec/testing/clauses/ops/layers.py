@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,7 @@ from specdec.testing.checks import NotApplicable, expect_equal
 from specdec.testing.clauses.ops.operations import HEAD_DIM, REFERENCE, SHAPE, Bench, Call, Drawn
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 CAPACITY = 640
 HEADS, KV_HEADS = 6, 2
@@ -112,7 +110,8 @@ def fill_with_nan(cache: object) -> None:
             array.fill_(torch.nan)
 
 
-def _heads(bench: Bench, rows: int, *counts: int) -> list[Drawn]:
+def _heads(bench: Bench, rows: int, counts: Sequence[int] = (HEADS, KV_HEADS, KV_HEADS)) -> list[Drawn]:
+    """Queries, keys and values."""
     return [bench.act(rows, count * HEAD_DIM).heads(count) for count in counts]
 
 
@@ -120,14 +119,14 @@ def _new_kv(ops: Ops, capacity: int) -> Cache:
     return ops.new_kv(capacity, KV_HEADS, HEAD_DIM)
 
 
+def _attend(ops: Ops, cache: Any, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
+    return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5, gate=gate)
+
+
 def attention(bench: Bench, rows: int, *, gated: bool = True) -> Layer:
     """Grouped-query attention over q, k and v, with or without a gate."""
-
-    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
-        return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5, gate=gate)
-
-    arguments = _heads(bench, rows, HEADS, KV_HEADS, KV_HEADS, *([HEADS] if gated else []))
-    return Layer(bench, "attend", _new_kv, run, *arguments, mixed=2)
+    arguments = _heads(bench, rows, (HEADS, KV_HEADS, KV_HEADS, *([HEADS] if gated else [])))
+    return Layer(bench, "attend", _new_kv, _attend, *arguments, mixed=2)
 
 
 def latent(bench: Bench, rows: int) -> Layer:
@@ -154,8 +153,7 @@ def window(
         spans = [first(row, start) for row in range(start, start + q.shape[0])]
         return ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=spans, causal=causal)
 
-    arguments = _heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)
-    return Layer(bench, "attend_from", _new_kv, run, *arguments, verifies=False).tried()
+    return Layer(bench, "attend_from", _new_kv, run, *_heads(bench, rows), verifies=False).tried()
 
 
 def sliding(bench: Bench, rows: int, size: int = 3) -> Layer:
@@ -166,11 +164,11 @@ def sliding(bench: Bench, rows: int, size: int = 3) -> Layer:
 
     def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
         if ops is not REFERENCE:
-            return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5)
+            return _attend(ops, cache, q, k, v)
         ages = range(cache.length + 1 - size, cache.length + 1 - size + q.shape[0])
         return ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=[max(0, first) for first in ages])
 
-    return Layer(bench, "new_window", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)).tried()
+    return Layer(bench, "new_window", new, run, *_heads(bench, rows)).tried()
 
 
 def sunk(bench: Bench, rows: int, size: int = 0) -> Layer:
@@ -180,10 +178,7 @@ def sunk(bench: Bench, rows: int, size: int = 0) -> Layer:
     def new(ops: Ops, capacity: int) -> Cache:
         return ops.new_window(capacity, size, KV_HEADS, HEAD_DIM, sinks.values if ops is REFERENCE else sinks.array)
 
-    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
-        return ops.attend(q, k, v, cache, scale=HEAD_DIM**-0.5)
-
-    return Layer(bench, "new_window with sinks", new, run, *_heads(bench, rows, HEADS, KV_HEADS, KV_HEADS)).tried()
+    return Layer(bench, "new_window with sinks", new, _attend, *_heads(bench, rows)).tried()
 
 
 def delta(bench: Bench, rows: int) -> Layer:

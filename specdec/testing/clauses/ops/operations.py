@@ -22,9 +22,7 @@ from specdec.testing.checks import Broken, NotApplicable, Run, expect, expect_eq
 from specdec.testing.subjects import OpsSubject
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
+    from specdec.exchange import Float64
 
 REFERENCE = ReferenceOps(torch.float32)
 ROWS = (1, 2, 5, 16, 19)  # one, a few, a full verification pass, a prompt
