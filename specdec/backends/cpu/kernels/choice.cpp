@@ -378,10 +378,3 @@ EXPORT void choose_rows(const float* logits, int64_t rows, int64_t n, const int3
         tokens[row] = specdec::Row(logits + row * n, ids, n, vocabulary, c, row).token();
     });
 }
-
-// The lowest id among the best logits of every row, or NOT_FINITE.
-EXPORT void argmax_rows(const float* logits, int64_t rows, int64_t n, int64_t* best, int64_t threads) {
-    specdec::Choice greedy = {};
-    greedy.repetition = 1;
-    choose_rows(logits, rows, n, nullptr, n, &greedy, best, threads);
-}
