@@ -185,9 +185,10 @@ class Logits(abc.ABC):
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         """Ids and float32 logits of the k best tokens of every row, best first, equal logits by ascending id."""
 
-    @abc.abstractmethod
     def gather(self, tokens: Sequence[int]) -> list[float]:
         """The logit of ``tokens[t]`` in row t, for the first ``len(tokens)`` rows."""
+        rows = self.rows()
+        return [float(rows[row, token]) for row, token in enumerate(tokens)]
 
     def logsumexp(self) -> list[float]:
         """``log(sum_v exp(logits[t, v]))`` of every row: with the best logit, the probability of the best token."""

@@ -82,10 +82,6 @@ class HostLogits(Logits):
             values.append(row[order].tolist())
         return ids, values
 
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        rows = self.rows()
-        return [float(rows[row, token]) for row, token in enumerate(tokens)]
-
     def rows(self) -> Float32:
         rows: Float32 = self.array
         return rows

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -23,14 +22,13 @@ _LISTED = 8  # file names listed in an error
 _NAME = 100  # characters of each
 
 
-def locate(model: str, *, revision: str | None = None, progress: bool = True) -> Path:
+def locate(model: str, *, revision: str | None = None) -> Path:
     """Return a checkpoint's folder, downloading a hub id that is not in the cache.
 
     Args:
         model: "demo" (the embedded model), a folder, or a hub id such as "Qwen/Qwen3.5-4B". Text that starts with
             ``.``, ``~`` or ``/`` is always a path; ``org/name`` is a path if that folder exists, else a hub id.
         revision: a branch, tag or commit of a hub id.
-        progress: show huggingface_hub's progress bars.
 
     Raises: CheckpointError if the folder does not exist or holds no checkpoint, or the download fails.
     """
@@ -50,7 +48,7 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
     if os.path.exists(path):
         return check_folder(path)
     if is_hub_id(model):
-        return _from_hub(model, revision, progress)
+        return _from_hub(model, revision)
     raise _nothing_there(model, path)
 
 
@@ -172,23 +170,22 @@ def _nothing_there(model: str, path: Path) -> CheckpointError:
 # --- the hub -------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(model: str, revision: str | None, progress: bool) -> Path:
+def _from_hub(model: str, revision: str | None) -> Path:
     import huggingface_hub as hub  # imported late: it is slow, and folders do not need it
     from huggingface_hub import errors
 
     try:
-        with _progress_bars(progress):
-            # fetch config.json first, to refuse an unusable repository before downloading gigabytes
-            folder = hub.snapshot_download(model, revision=revision, allow_patterns=["config.json"])
-            if not (Path(folder) / "config.json").is_file():
-                raise CheckpointError(
-                    f"the hub model {model} is not a checkpoint: it has no config.json",
-                    page=f"https://huggingface.co/{model}/tree/{revision or 'main'}",
-                    try_="the model that it was made from, or a GGUF file that you download; no LoRA adapter is read",
-                )
-            folder = hub.snapshot_download(
-                model, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+        # fetch config.json first, to refuse an unusable repository before downloading gigabytes
+        folder = hub.snapshot_download(model, revision=revision, allow_patterns=["config.json"])
+        if not (Path(folder) / "config.json").is_file():
+            raise CheckpointError(
+                f"the hub model {model} is not a checkpoint: it has no config.json",
+                page=f"https://huggingface.co/{model}/tree/{revision or 'main'}",
+                try_="the model that it was made from, or a GGUF file that you download; no LoRA adapter is read",
             )
+        folder = hub.snapshot_download(
+            model, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+        )
     except CheckpointError:
         raise
     except errors.GatedRepoError as error:
@@ -234,17 +231,3 @@ def _failed(model: str, error: Exception) -> CheckpointError:
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return CheckpointError(f"the hub model {model} could not be fetched", reason=reason, try_="once more, or a folder")
-
-
-@contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub import utils  # a process-wide switch that lacks type stubs
-
-    if shown or utils.are_progress_bars_disabled():  # type: ignore[attr-defined]
-        yield
-        return
-    utils.disable_progress_bars()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        utils.enable_progress_bars()  # type: ignore[attr-defined]

@@ -30,10 +30,6 @@ class Row(Logits):
         ids, values = self._inner.topk(k)
         return [ids[self._row]], [values[self._row]]
 
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        row = self.rows()[0]
-        return [float(row[token]) for token in tokens[:1]]
-
     def logsumexp(self) -> list[float]:
         return [self._inner.logsumexp()[self._row]]
 
@@ -61,10 +57,6 @@ class MappedLogits(Logits):
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         ids, values = self._inner.topk(min(k, len(self._tokens)))
         return [self._tokens[row].tolist() for row in ids], values
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        rows = self.rows()
-        return [float(rows[row, token]) for row, token in enumerate(tokens)]
 
     def logsumexp(self) -> list[float]:
         return self._inner.logsumexp()

@@ -7,6 +7,7 @@ operation as it is: it cannot be calculated with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, Self
 
 import attrs
@@ -199,7 +200,16 @@ class Attention:
             return self.ops.new_window(capacity, self.shape.window, *size)
         return self.ops.new_kv(capacity, *size)
 
-    def __call__(self, x: Array, residual: Array | None, cache: KVCache) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        residual: Array | None,
+        cache: KVCache,
+        first: Sequence[int] | None = None,
+        *,
+        causal: bool = True,
+    ) -> Array:
+        """See ``Mixer.__call__``; ``first`` and ``causal`` as in ``Ops.attend_from``, for the layers of draft heads."""
         ops, shape, rows, dim = self.ops, self.shape, x.shape[0], self.shape.head_dim
         q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
         gate = None
@@ -210,7 +220,10 @@ class Attention:
             q = ops.scale_by_position(q, *shape.growth, cache.length)
         q = self._placed(q, self.q_norm, cache)
         k, v = self._entries(k, v, cache)
-        mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
+        if first is None and causal:
+            mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
+        else:
+            mixed = ops.attend_from(q, k, v, cache, scale=shape.scale, first=first or [0] * rows, causal=causal)
         if self.o_bias is None:
             return ops.linear(mixed, self.o_proj, residual)
         (out,) = ops.project(mixed, (self.o_proj,), (self.o_bias,))

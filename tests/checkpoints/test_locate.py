@@ -113,7 +113,7 @@ def test_a_hub_id_fetches_no_pickles_and_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hub = Hub(folder_of(tmp_path / "snapshot", "config.json"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
-    assert locate("org/name", revision="v1", progress=False) == tmp_path / "snapshot"
+    assert locate("org/name", revision="v1") == tmp_path / "snapshot"
     assert {(call["repo"], call["revision"]) for call in hub.calls} == {("org/name", "v1")}
     from huggingface_hub.utils import filter_repo_objects
 

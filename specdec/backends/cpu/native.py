@@ -61,25 +61,15 @@ def _stride(packed: Tensor) -> int:
 class NativeLogits(SearchedLogits, CpuLogits):
     """Logits that are searched and sampled by native kernels, in one pass over the row."""
 
-    __slots__ = ("_best", "_search")
+    __slots__ = ("_search",)
 
-    def __init__(self, array: Tensor, best: Kernel, search: SearchKernels) -> None:
+    def __init__(self, array: Tensor, search: SearchKernels) -> None:
         super().__init__(array)
-        self._best = best
         self._search = search
 
     def _memory(self) -> tuple[int, int, int, int, int]:
         rows, size = self.array.shape
         return self.array.data_ptr(), rows, size, 0, size
-
-    def argmax(self) -> list[int]:
-        rows, size = self.array.shape
-        tokens = (ctypes.c_int64 * rows)()
-        self._best(self.array.data_ptr(), rows, size, tokens)
-        best = list(tokens)
-        if min(best) < 0:  # ~token: not finite
-            return super().argmax()  # raises
-        return best
 
 
 class NativeOps(ReferenceOps):
@@ -133,7 +123,6 @@ class NativeOps(ReferenceOps):
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
         self._copy_rows = Kernel(kernels, "copy_rows", "pipiii")
         self._embed = Kernel(kernels, "embed_rows", "piiipiip", result=ctypes.c_int64)
-        self._argmax_rows = Kernel(kernels, "argmax_rows", "piipi", threads=self.threads)
         self._choose_rows = Kernel(kernels, "choose_rows", "piipippi", threads=self.threads)
         self._is_file = Kernel(kernels, "is_file", "pi", result=ctypes.c_int64)
         self._packer = Packer(kernels, self.threads, int8=self.int8)
@@ -174,7 +163,7 @@ class NativeOps(ReferenceOps):
 
     def logits(self, array: Tensor) -> NativeLogits:
         """Wrap ``[T, V]`` float32."""
-        return NativeLogits(array, self._argmax_rows, self._search)
+        return NativeLogits(array, self._search)
 
     def _pruned_logits(self, values: Float32, rows: HeadRows) -> NativePrunedLogits:
         return NativePrunedLogits(values, rows, self._search)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.backends.arrays import HostLogits, not_finite
 from specdec.backends.cpu.arrays import CPU
-from specdec.contract import Choosing, Logits, Sampling
+from specdec.contract import Choosing, Context, Logits, Sampling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,36 +36,21 @@ class SearchKernels:
     ``ids`` is the address of the int32 token ids of a pruned row, 0 for a full row.
     """
 
-    __slots__ = ("_best_two", "_choose_rows", "_prepared", "logsumexp")
+    __slots__ = ("_best_two", "_prepared", "choose_rows", "greedy", "logsumexp")
 
     def __init__(self, kernels: Kernels, choose_rows: Callable[..., None]) -> None:
         """``choose_rows``: the kernel of this name, without the number of threads."""
         self._best_two = kernels.function("best_two", "ppipp", ctypes.c_int64)
         self.logsumexp = kernels.function("logsumexp", "pi", ctypes.c_double)
-        self._choose_rows = choose_rows
+        self.choose_rows = choose_rows
         self._prepared: ChoiceSettings | None = None
+        self.greedy, _ = self.choice(GREEDY)
 
     def best(self, at: int, size: int, ids: int = 0) -> tuple[list[int], list[float]] | None:
         """Return up to two best tokens and their logits; None for a row with a NaN."""
         tokens, values = _I64x2(), _F32x2()
         count = self._best_two(at, ids, size, tokens, values)
         return None if count < 0 else (tokens[:count], values[:count])
-
-    def choose(
-        self, at: int, rows: int, size: int, choosing: Choosing, ids: int = 0, vocab: int = 0
-    ) -> Sequence[int | None]:
-        """Return the token of every row; None where no token is allowed.
-
-        Raises: ContractError for logits that are not finite.
-        """
-        choice, alive = self.choice(choosing)
-        tokens = (ctypes.c_int64 * rows)()
-        self._choose_rows(at, rows, size, ids, vocab or size, choice, tokens)
-        del alive  # the kernel has read its addresses
-        for row, token in enumerate(tokens):
-            if token == _NOT_FINITE:
-                raise not_finite(row)
-        return [token if token >= 0 else None for token in tokens]
 
     def choice(self, choosing: Choosing) -> tuple[Any, Any]:
         """Return the ``Choice`` of kernels/choice.cpp, and what must live as long."""
@@ -75,6 +60,7 @@ class SearchKernels:
         return prepared.of(choosing)
 
 
+GREEDY = Choosing((), Context([]))
 _NOT_FINITE = -2  # kernels/choice.cpp
 _Choice = ctypes.c_int64 * 22
 _SEEN, _GENERATED, _SEEN_COUNT, CHOICE_DRAFTED, _FIRST, _POSITION, _END_AFTER = range(15, 22)
@@ -142,9 +128,24 @@ class SearchedLogits(Logits):
         at, rows, size, _, _ = self._memory()
         return [self._search.logsumexp(at + 4 * size * row, size) for row in range(rows)]
 
+    def argmax(self) -> list[int]:
+        tokens = self._chosen(self._search.greedy)
+        return super().argmax() if min(tokens, default=0) < 0 else tokens  # type: ignore[safe-super]  # which raises
+
     def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        choice, alive = self._search.choice(choosing)
+        tokens = self._chosen(choice)
+        del alive  # the kernel has read its addresses
+        if _NOT_FINITE in tokens:
+            raise not_finite(tokens.index(_NOT_FINITE))
+        return [token if token >= 0 else None for token in tokens]
+
+    def _chosen(self, choice: Any) -> list[int]:
+        """The token of every row, or a negative number."""
         at, rows, size, ids, vocab = self._memory()
-        return self._search.choose(at, rows, size, choosing, ids, vocab)
+        tokens = (ctypes.c_int64 * rows)()
+        self._search.choose_rows(at, rows, size, ids, vocab, choice, tokens)
+        return list(tokens)
 
 
 class HeadRows:
@@ -258,13 +259,3 @@ class NativePrunedLogits(SearchedLogits, PrunedLogits):
 
     def _memory(self) -> tuple[int, int, int, int, int]:
         return self.array.ctypes.data, *self.array.shape, self._ids.ctypes.data, self._vocab_size
-
-    def argmax(self) -> list[int]:
-        at, rows, size, ids, _ = self._memory()
-        tokens = []
-        for row in range(rows):
-            best = self._search.best(at + 4 * size * row, size, ids)
-            if best is None or not best[0] or not np.isfinite(best[1][0]):
-                raise not_finite(row)
-            tokens.append(best[0][0])
-        return tokens

@@ -36,10 +36,10 @@ from torch.overrides import TorchFunctionMode
 from specdec.backends.caches import Batched
 from specdec.backends.cpu.arrays import CPU
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
-from specdec.backends.cpu.pruned import HeadRows
+from specdec.backends.cpu.pruned import GREEDY, HeadRows
 from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes
 from specdec.backends.placeholders import PlaceholderInteger, PlaceholderTokens
-from specdec.contract import Choosing, Context
+from specdec.contract import Choosing
 from specdec.errors import ContractError, ShapeError
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class TapeOps(Protocol):
     threads: Threads
     lock: ForkSafeLock
     _head: Kernel
-    _argmax_rows: Kernel
     _choose_rows: Kernel
 
     def parameters(self) -> list[Tensor]: ...
@@ -397,18 +396,15 @@ class Tape(TorchFunctionMode):
         windows, self.steps = self.steps, []
         return replayed, windows
 
-    def best(self, length: int, parts: int, *, choice: bool) -> Program:
-        """Compile the choice of a token from slot ROW, ``[length]``, by way of LOGITS, to BEST.
+    def best(self, length: int, parts: int) -> Program:
+        """Compile the choice of a token, by slot CHOICE, from slot ROW, ``[length]``, by way of LOGITS, to BEST.
 
-        The head has one or two parts. ``choice``: by slot CHOICE, else the argmax.
+        The head has one or two parts.
         """
         for at, out in zip(PARTS[:parts], (LOGITS, SECOND_LOGITS), strict=False):
             self._ops._head(Slot(ROW), length, 1, length, Slot(at), Slot(at + 1), Slot(at + 2), Slot(out))
-        if choice:
-            ids, vocabulary = Slot(IDS), Slot(VOCABULARY)
-            self._ops._choose_rows(Slot(LOGITS), 1, Slot(FEATURES), ids, vocabulary, Slot(CHOICE), Slot(BEST))
-        else:
-            self._ops._argmax_rows(Slot(LOGITS), 1, Slot(FEATURES), Slot(BEST))
+        ids, vocabulary = Slot(IDS), Slot(VOCABULARY)
+        self._ops._choose_rows(Slot(LOGITS), 1, Slot(FEATURES), ids, vocabulary, Slot(CHOICE), Slot(BEST))
         self._find_weights()
         return self._compiled(self.steps)
 
@@ -546,9 +542,6 @@ class Tape(TorchFunctionMode):
         return ZERO, ctypes.addressof(argument), 0  # an array of sizes or strides, the same in every pass
 
 
-_ARGMAX = Choosing((), Context([]))
-
-
 def _slots_of(caches: Sequence[Any]) -> Iterable[tuple[int, Any]]:
     """The caches of a sequence with their first slots."""
     return zip(itertools.count(_FIRST_CACHE, _PER_CACHE), caches, strict=False)
@@ -627,8 +620,8 @@ class RecordedPasses:
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
         self._bound: dict[int, Recording] = {}  # by rows
-        self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
-        self._chains: dict[tuple[int, int, bool], tuple[Any, int]] = {}  # and by rows of the first pass
+        self.best: dict[int, Program] = {}  # the choice of a token in chains: by parts of the head
+        self._chains: dict[tuple[int, int], tuple[Any, int]] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
@@ -640,17 +633,16 @@ class RecordedPasses:
             recording = self._bound[rows] = self.recording.bound(rows)
         return recording
 
-    def chain(self, rows: int, parts: int, *, choice: bool) -> tuple[Any, int]:
+    def chain(self, rows: int, parts: int) -> tuple[Any, int]:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
 
-        ``parts`` and ``choice``: as for ``Tape.best``.
+        ``parts``: as for ``Tape.best``.
         """
-        key = rows, parts, choice
+        key = rows, parts
         if key not in self._chains:
-            if (best := self.best.get((parts, choice))) is None:
+            if (best := self.best.get(parts)) is None:
                 tape = Tape(self.ops, self.runner, [], 0)
-                best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
-                self.best[parts, choice] = best
+                best = self.best[parts] = tape.record(lambda tape: tape.best(self.hidden_size, parts))
             numbers = [*self.bound(rows).run.addresses, *self.bound(1).run.addresses, *best.addresses]
             programs = (ctypes.c_int64 * len(numbers))(*numbers)
             self._chains[key] = programs, _aligned(rows * self.recording.work_bytes)
@@ -764,14 +756,12 @@ class RecordedPass(Pass):
         row_bytes = passes.hidden_size * hidden.element_size()
         pruned = head if isinstance(head, HeadRows) else None
         parts: tuple[Any, ...] = (head,) if pruned is None else pruned.parts
-        if pruned is not None and choosing is None:
-            choosing = _ARGMAX
         matrices = [ops._matrix(part, passes.hidden_size, "head") for part in parts]
         features = sum(matrix[2] for matrix in matrices)
         vocabulary = features if pruned is None else pruned.vocab_size
         self._last = None
         with ops.lock.held:
-            programs, outputs = passes.chain(rows, len(parts), choice=choosing is not None)
+            programs, outputs = passes.chain(rows, len(parts))
             logits = outputs + _aligned(end * row_bytes)
             work = ops.work(logits + 4 * features)
             slots[WORK], slots[ALL_ROWS] = work, 0
@@ -784,8 +774,8 @@ class RecordedPass(Pass):
                 slots[at], slots[at + 1], slots[at + 2] = matrix
             slots[IDS] = 0 if pruned is None else pruned.ids.ctypes.data
             slots[FEATURES], slots[VOCABULARY] = features, vocabulary
-            choice, alive = (None, None) if choosing is None else ops.choice(choosing, found)
-            slots[CHOICE] = 0 if choice is None else ctypes.addressof(choice)
+            choice, alive = ops.choice(choosing or GREEDY, found)
+            slots[CHOICE] = ctypes.addressof(choice)
             slots[THREADS] = ops.threads.count()
             drafted: int = passes.runner.chain(programs, slots, len(self._caches), rows, depth, row_bytes, found)
             del alive  # the kernels have read its addresses

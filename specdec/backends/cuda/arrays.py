@@ -186,9 +186,6 @@ class CudaPrunedLogits(_DeviceLogits):
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         return self._host.topk(k)
 
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        return self._host.gather(tokens)
-
     def rows(self) -> Float32:
         return self._host.rows()
 

@@ -12,7 +12,7 @@ import torch
 
 from specdec.backends.batching import batching
 from specdec.backends.choice import make_backend
-from specdec.backends.ops import Array, Cache, KVCache, Ops
+from specdec.backends.ops import Array, Cache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import P_EAGLE, HeadFiles
@@ -24,43 +24,19 @@ if TYPE_CHECKING:
     from specdec.exchange import Float32
 
 
-@attrs.frozen(kw_only=True)
-class HeadAttention(Attention):
-    """Attention of a head's layer: biases and q/k norms as the head was trained, and windows."""
+def attention(weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> Attention:
+    """Attention of a head's layer from the weights under ``self_attn.``, with the biases and norms that are there.
 
-    o_bias: Array | None = None
-
-    @classmethod
-    def trained(cls, weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> HeadAttention:
-        """Build from the weights under ``self_attn.``; ``width`` is that of x, ``normed``: q/k norms must be there."""
-        weights = weights.under("self_attn.")
-        normed = normed or "q_norm.weight" in weights
-        shape = attrs.evolve(geometry.attention, biased="q_proj.bias" in weights, normed="heads" if normed else "")
-        attention = cls.of(weights, geometry.hidden, shape, geometry.eps, width=width)
-        return attrs.evolve(attention, o_bias=weights.optional("o_proj.bias", (geometry.hidden,)))
-
-    def __call__(
-        self,
-        x: Array,
-        residual: Array | None,
-        cache: KVCache,
-        first: Sequence[int] | None = None,
-        *,
-        causal: bool = True,
-    ) -> Array:
-        """``residual + o_proj(attention)``; ``first`` and ``causal`` as in ``Ops.attend_from``."""
-        ops, shape, rows = self.ops, self.shape, x.shape[0]
-        q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
-        q = self._placed(q, self.q_norm, cache)
-        k, v = self._entries(k, v, cache)
-        if first is None and causal:
-            mixed = ops.attend(q, k, v, cache, scale=shape.scale)
-        else:
-            mixed = ops.attend_from(q, k, v, cache, scale=shape.scale, first=first or [0] * rows, causal=causal)
-        if self.o_bias is None:
-            return ops.linear(mixed, self.o_proj, residual)
-        (out,) = ops.project(mixed, (self.o_proj,), (self.o_bias,))
-        return out if residual is None else ops.add(residual, out)
+    ``width`` is that of x; ``normed``: q/k norms must be there.
+    """
+    weights = weights.under("self_attn.")
+    shape = attrs.evolve(
+        geometry.attention,
+        biased="q_proj.bias" in weights,
+        biased_output="o_proj.bias" in weights,
+        normed="heads" if normed or "q_norm.weight" in weights else "",
+    )
+    return Attention.of(weights, geometry.hidden, shape, geometry.eps, width=width)
 
 
 def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1.0) -> RmsNorm:
@@ -83,7 +59,7 @@ class HeadLayer:
     ops: Ops
     input_norm: RmsNorm
     hidden_norm: RmsNorm | None
-    mixer: HeadAttention
+    mixer: Attention
     post_norm: RmsNorm
     mlp: GatedMlp
     norm_before_residual: bool
@@ -101,7 +77,7 @@ class HeadLayer:
             ops=weights.ops,
             input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
             hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if paired else None,
-            mixer=HeadAttention.trained(layer, g, 2 * g.hidden if paired else g.hidden, normed=block),
+            mixer=attention(layer, g, 2 * g.hidden if paired else g.hidden, normed=block),
             post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
             mlp=GatedMlp.of(layer.under("mlp."), g.hidden, g.intermediate),
             norm_before_residual=layout.norm_before_residual,

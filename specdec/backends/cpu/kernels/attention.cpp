@@ -101,7 +101,7 @@ INLINE void add_values(const float* weights, const T* values, int64_t slot, int6
             vf acc = load(sum + m * wide + d);
             for (int64_t j = 0; j < n; ++j) {
                 const T* at = values + j * slot + d;
-                acc = fma(splat(weights[m * TILE + j]), some == W ? load(at) : load(at, some), acc);
+                acc = fma(splat(weights[m * TILE + j]), load_some(at, some), acc);
             }
             store(acc, sum + m * wide + d);
         }
@@ -238,16 +238,10 @@ void finish(const Attention<T>& a, Partial result, int64_t first, int64_t rows, 
         }
         const vf total = splat(sum);
         const T* gate = a.gate ? a.gate + row * a.gate_row + head * a.gate_head : nullptr;
-        T* to = a.out + (row * a.heads + head) * a.dim;
-        for (int64_t d = 0; d < a.dim; d += W) {
-            const int some = (int)std::min<int64_t>(W, a.dim - d);
-            vf y = load(result.sum + m * wide + d) * kept / total;
-            if (gate) y = y * sigmoid(some == W ? load(gate + d) : load(gate + d, some));
-            if (some == W)
-                store(y, to + d);
-            else
-                store(y, to + d, some);
-        }
+        fill(a.out + (row * a.heads + head) * a.dim, a.dim, [&](int64_t d, int some) {
+            const vf y = load(result.sum + m * wide + d) * kept / total;
+            return gate ? y * sigmoid(load_some(gate + d, some)) : y;
+        });
     }
 }
 

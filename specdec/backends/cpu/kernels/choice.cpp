@@ -168,9 +168,7 @@ class Row {
 
     // Calls body(first element, logits) for every vector.
     template <class F> INLINE void vectors(const F& body) const {
-        int64_t i = 0;
-        for (; i + W <= n_; i += W) body(i, load(x_ + i));
-        if (i < n_) body(i, load_some(x_ + i, (int)(n_ - i), -INFINITY));
+        for (int64_t i = 0; i < n_; i += W) body(i, logits_at(x_, i, n_));
     }
 
     float largest() const {
@@ -230,7 +228,7 @@ class Row {
         for (int64_t v = 0; v < count; v += step) {
             vf best = splat(-INFINITY);
             for (int64_t i = v * W; i < std::min(v + step, count) * W; i += W)
-                best = maximum(i + W <= n_ ? load(x_ + i) : load_some(x_ + i, (int)(n_ - i), -INFINITY), best);
+                best = maximum(logits_at(x_, i, n_), best);
             float top = -INFINITY;
             for (int i = 0; i < W; ++i) top = std::max(top, best[i]);
             most.push_back(top);
@@ -334,7 +332,7 @@ class Row {
             return ids_ ? load_some(ids_ + i, (int)std::min<int64_t>(W, n_ - i), INT32_MAX) : (int32_t)i + lane;
         };
         for (int64_t i = 0; i < n_ && winner == INT32_MAX; i += W) {  // the best logit first: it rules most tokens out
-            const vf a = i + W <= n_ ? load(x_ + i) : load_some(x_ + i, (int)(n_ - i), -INFINITY);
+            const vf a = logits_at(x_, i, n_);
             const vi ids = ids_from(i);
             if (const uint32_t best = lanes(a == top_)) offer(a, philox(ids, position_, 0, key), ids, best);
         }
@@ -351,10 +349,7 @@ class Row {
             uint32_t candidates[4], some = 0;
             vf logits[4];
             for (int j = 0; j < 4; ++j) {
-                const int64_t at = first + j * W;
-                logits[j] = at + W <= n_ ? load(x_ + at)
-                            : at < n_    ? load_some(x_ + at, (int)(n_ - at), -INFINITY)
-                                         : splat(-INFINITY);
+                logits[j] = logits_at(x_, first + j * W, n_);
                 some |= candidates[j] = worth(logits[j]);
             }
             if (!some) continue;
@@ -382,11 +377,4 @@ EXPORT void choose_rows(const float* logits, int64_t rows, int64_t n, const int3
     specdec::for_blocks(alone ? 1 : (int)threads, rows, [&](int64_t row) {
         tokens[row] = specdec::Row(logits + row * n, ids, n, vocabulary, c, row).token();
     });
-}
-
-// The lowest id among the best logits of every row, or NOT_FINITE.
-EXPORT void argmax_rows(const float* logits, int64_t rows, int64_t n, int64_t* best, int64_t threads) {
-    specdec::Choice greedy = {};
-    greedy.repetition = 1;
-    choose_rows(logits, rows, n, nullptr, n, &greedy, best, threads);
 }

@@ -61,19 +61,12 @@ void convolve(const T* window, const T* x, int64_t x_row, int64_t rows, int64_t 
                 taps_of(weight + c * taps, taps, lanes, tap[(c - from) / W]);
         }
         for (int64_t t = 0; t < rows; ++t)
-            for (int64_t c = from; c < to; c += W) {
-                const int lanes = (int)std::min<int64_t>(W, to - c);
-                const vf* own = tap[(c - from) / W];
+            fill(out + t * channels + from, to - from, [&](int64_t c, int lanes) {
                 vf sum{};
-                for (int j = 0; j < taps; ++j) {
-                    const T* at = raw + (t + j) * channels + c;
-                    sum = fma(lanes == W ? load(at) : load(at, lanes), own[j], sum);
-                }
-                if (lanes == W)
-                    store(silu(sum), out + t * channels + c);
-                else
-                    store(silu(sum), out + t * channels + c, lanes);
-            }
+                for (int j = 0; j < taps; ++j)
+                    sum = fma(load_some(raw + (t + j) * channels + from + c, lanes), tap[c / W][j], sum);
+                return silu(sum);
+            });
     });
 }
 

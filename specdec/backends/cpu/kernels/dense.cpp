@@ -74,10 +74,7 @@ template <class T> struct PanelRows {
             if (x.count * x.k * (int64_t)sizeof(float) < SERIAL_WORK) threads = 1;
             for_blocks(threads, x.count, [&](int64_t row) {
                 const T* from = x.data + row * x.stride;
-                float* to = wide + row * stride;
-                int64_t i = 0;
-                for (; i + W <= x.k; i += W) store(load(from + i), to + i);
-                if (i < x.k) store(load(from + i, (int)(x.k - i)), to + i);
+                fill(wide + row * stride, x.k, [&](int64_t i, int some) { return load_some(from + i, some); });
             });
         }
     }
@@ -272,14 +269,9 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
 // Stores value(row, feature-vector) over a tile, whole vectors first and the tail padded.
 template <class Out, class Value>
 INLINE void store_tile(Out* out, int64_t out_stride, int64_t rows, int64_t n, Value&& value) {
-    for (int64_t m = 0; m < rows; ++m) {
-        int64_t j = 0;
-        for (; j + W <= n; j += W) store(value(m, j, W), out + m * out_stride + j);
-        if (j < n) store(value(m, j, (int)(n - j)), out + m * out_stride + j, (int)(n - j));
-    }
+    for (int64_t m = 0; m < rows; ++m)
+        fill(out + m * out_stride, n, [&](int64_t j, int some) { return value(m, j, some); });
 }
-
-template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load(p) : load(p, n); }
 
 template <class T>
 void project(const Rows<T>& x, int count, const void* const* w, const int64_t* strides, const int64_t* n,

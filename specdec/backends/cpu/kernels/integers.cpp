@@ -24,17 +24,6 @@ constexpr int32_t LARGEST_X = 127;
 
 INLINE vi four(const int8_t* x) { return vi{} + load_as<int32_t>(x); }
 
-// GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
-// there are not enough registers.
-template <class V> INLINE V in_register(V a) {
-#if defined(__x86_64__)
-    asm("" : "+v"(a));
-#elif defined(__aarch64__)
-    asm("" : "+w"(a));
-#endif
-    return a;
-}
-
 #if defined(SPECDEC_AVX512) && defined(__AVX512VNNI__)
 #define SPECDEC_DOT(SUM, W, X) (vi)_mm512_dpbusd_epi32((__m512i)(SUM), (__m512i)(W), (__m512i)(X))
 #elif defined(X86) && !defined(SPECDEC_AVX512) && defined(__AVXVNNI__)
@@ -147,7 +136,7 @@ void quantise_row(const T* x, int64_t k, const Form& form, int8_t* out, float* u
         vi largest = {};
         for (int i = 0; i < VECTORS; ++i) {
             const int64_t left = n - i * W;
-            values[i] = left >= W ? load(x + at + i * W) : left > 0 ? load(x + at + i * W, (int)left) : vf{};
+            values[i] = left > 0 ? load_some(x + at + i * W, (int)std::min<int64_t>(W, left)) : vf{};
             const vi size = (vi)values[i] & 0x7fffffff;
             largest = size > largest ? size : largest;
         }

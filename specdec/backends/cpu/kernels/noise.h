@@ -132,6 +132,11 @@ INLINE vi load_some(const int32_t* p, int n, int32_t rest) {
     return part;
 }
 
+// The logits of a row of n from element `at` on; -infinity in lanes behind its end.
+INLINE vf logits_at(const float* x, int64_t at, int64_t n) {
+    return at + W <= n ? load(x + at) : load_some(x + at, (int)(at < n ? n - at : 0), -INFINITY);
+}
+
 // One bit per lane of a mask of zeros and ones.
 INLINE uint32_t lanes(vi mask) {
 #ifdef SPECDEC_AVX512

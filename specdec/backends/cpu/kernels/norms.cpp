@@ -34,15 +34,6 @@ template <class T> INLINE float norm_factor(const T* x, int64_t n, float eps) {
     return 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
 }
 
-// Sets to[i] = value(i, lanes) for i in steps of a vector, with fewer lanes for the tail.
-template <class T, class Value> INLINE void fill(T* to, int64_t n, Value&& value) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(value(i, W), to + i);
-    if (i < n) store(value(i, (int)(n - i)), to + i, (int)(n - i));
-}
-
-template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load(p) : load(p, n); }
-
 INLINE int team(int threads, int64_t elements) { return elements * 8 < SERIAL_WORK ? 1 : threads; }
 
 template <class T>

@@ -144,13 +144,6 @@ template <class C> struct Values : Pairs<C> {  // as floats: times twice the num
 #ifdef SPECDEC_WHOLE_NUMBERS
 INLINE vu paired(vu a) { return a; }
 
-// GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
-// there are not enough registers.
-INLINE vu in_register(vu a) {
-    asm("" : "+v"(a));
-    return a;
-}
-
 INLINE vu add_two(vu w, const int16_t* x, vu sum) {
     return in_register(sum + (vu)X86(madd_epi16)((Lanes)w, X86(set1_epi32)(load_as<int32_t>(x))));
 }
@@ -410,7 +403,7 @@ void group_sums(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t g
             const int64_t end = std::min(at + group, k);
             vf sum = {};
             for (int64_t i = at; i < end; i += W)
-                sum += end - i >= W ? load(x + i) : load(x + i, (int)(end - i));
+                sum += load_some(x + i, (int)std::min<int64_t>(W, end - i));
             *out++ = lane_sum(sum);
         }
 }

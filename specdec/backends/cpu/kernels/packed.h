@@ -126,6 +126,17 @@ template <class X>
 void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int64_t first, int64_t n, float* out,
                      int64_t out_stride);
 
+// GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
+// there are not enough registers.
+template <class V> INLINE V in_register(V a) {
+#if defined(__x86_64__)
+    asm("" : "+v"(a));
+#elif defined(__aarch64__)
+    asm("" : "+w"(a));
+#endif
+    return a;
+}
+
 // --- activations in int8 (integers.cpp) ----------------------------------------------------------------------------------
 
 constexpr int64_t QUANTUM = 32;  // columns of a row with one unit

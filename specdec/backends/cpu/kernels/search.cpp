@@ -20,7 +20,7 @@ int64_t best_two(const float* logits, const int32_t* ids, int64_t n, int64_t* to
     for (int i = 0; i < W; ++i) lane[i] = i;
     for (int64_t at = 0; at < n; at += W) {
         const int some = (int)(n - at < W ? n - at : W);
-        const vf logit = some == W ? load(logits + at) : load_some(logits + at, some, -INFINITY);
+        const vf logit = logits_at(logits, at, n);
         wrong |= logit != logit;
         if (at >= 2 * W && !any(logit >= second)) continue;
         vi id = !ids ? (int32_t)at + lane : some == W ? load_as<vi>(ids + at) : load_some(ids + at, some, INT32_MAX);
@@ -66,7 +66,7 @@ double logsumexp(const float* logits, int64_t n) {
     vi wrong = {};
     int64_t at = 0;
     for (; at < n; at += W) {
-        const vf logit = n - at < W ? load_some(logits + at, (int)(n - at), -INFINITY) : load(logits + at);
+        const vf logit = logits_at(logits, at, n);
         wrong |= logit != logit;
         top = maximum(top, logit);
     }
@@ -78,7 +78,7 @@ double logsumexp(const float* logits, int64_t n) {
     if (most - most != 0.0f) return most;  // an infinity
     vl sum = {};
     for (at = 0; at < n; at += W) {
-        const vf logit = n - at < W ? load_some(logits + at, (int)(n - at), -INFINITY) : load(logits + at);
+        const vf logit = logits_at(logits, at, n);
         sum += __builtin_convertvector(exponential(logit - most) * 0x1p42f, vl);
     }
     int64_t total = 0;

@@ -80,7 +80,6 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
     X(linear, void, "piiipiipipi")                                                                                      \
     X(gated, void, "piiipipiiipi")                                                                                     \
     X(head, void, "piiipiipi")                                                                                         \
-    X(argmax_rows, void, "piipi")                                                                                      \
     X(choose_rows, void, "piipippi")                                                                                   \
     X(layer_norm, void, "piiippfpi")                                                                                   \
     X(gelu, void, "piiipi")                                                                                            \
@@ -196,10 +195,9 @@ int64_t chain(const Program& first, const Program& next, const Program& best, in
         if (play(step ? next : first) >= 0) return step;
         slots[BEST] = (int64_t)(tokens + step);
         play(best);
-        if (auto* choice = (int64_t*)slots[CHOICE]) {
-            ++choice[CHOICE_FIRST];
-            ++choice[CHOICE_POSITION];
-        }
+        auto* choice = (int64_t*)slots[CHOICE];
+        ++choice[CHOICE_FIRST];
+        ++choice[CHOICE_POSITION];
         if (tokens[step] < 0) return step;
         if (step == depth - 1) return depth;
         for (int64_t c = 0; c < caches; ++c) slots[FIRST_CACHE + PER_CACHE * c] += step ? 1 : rows;

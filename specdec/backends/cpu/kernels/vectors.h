@@ -145,6 +145,16 @@ template <class T> INLINE void store(vf a, T* p, int n) {
     std::memcpy(p, part, n * sizeof(T));
 }
 
+// Likewise, for n <= W.
+template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load(p) : load(p, n); }
+
+// Sets to[i] = value(i, lanes) for i in steps of a vector, with fewer lanes for the tail.
+template <class T, class Value> INLINE void fill(T* to, int64_t n, Value&& value) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(value(i, W), to + i);
+    if (i < n) store(value(i, (int)(n - i)), to + i, (int)(n - i));
+}
+
 // --- tables ---------------------------------------------------------------------------------------------------------
 
 #ifdef X86
