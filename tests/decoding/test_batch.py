@@ -161,23 +161,10 @@ def test_where_rows_never_vary_each_costs_the_mean():
     assert prices.share(2.0, 4, 2) == pytest.approx(0.5 + 0.75 * 0.5 * 2)
 
 
-def ends(logits, drafted):
-    """Ends a draft after its second token."""
-    return logits.argmax()[0] if len(drafted) < 2 else None
-
-
-def fails(logits, drafted):
-    return logits.argmax()[0] if not drafted else 1 // 0
-
-
-def coupled(logits, drafted):
-    return CoupledDraft(Context([1], Sampling(temperature=1.5, seed=3)))(logits, drafted)
-
-
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @given(data=st.data())
 def test_mtp_drafts_of_several_sequences_are_those_alone(make_target, kernels, data):
-    """Any waiting pairs, depths, heads and choices; the drafts, what one of them raises, and the bits of the states."""
+    """Any waiting pairs, depths and heads, greedy and drawn: beyond the kit, the bits of the states."""
     if kernels not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
     target = make_target("qwen3_5", kernels=kernels, dtype="bfloat16", stored="bfloat16", **SHAPES["qwen3_5"])
@@ -198,7 +185,9 @@ def test_mtp_drafts_of_several_sequences_are_those_alone(make_target, kernels, d
                     "tokens": [data.draw(token)],
                     "depth": data.draw(st.integers(0, 6)),
                     "head": data.draw(st.sampled_from(heads)),
-                    "choose": data.draw(st.sampled_from([None, None, ends, fails, coupled])),
+                    "choose": data.draw(
+                        st.sampled_from([None, CoupledDraft(Context([1], Sampling(temperature=1.5, seed=3)))])
+                    ),
                 }
             )
         for states in sides:
@@ -206,10 +195,8 @@ def test_mtp_drafts_of_several_sequences_are_those_alone(make_target, kernels, d
                 target.decode(state, chunk)
                 target.commit(state, len(chunk))
         together, alone = ([MtpDraft(target, s, **a) for s, a in zip(states, asked, strict=True)] for states in sides)
-        drafts, wanted = target.draft_mtp_batch(together), [draft.run() for draft in alone]
-        assert list(map(repr, drafts)) == list(map(repr, wanted))
+        assert target.draft_mtp_batch(together) == [draft.run() for draft in alone]
     for ours, theirs in zip(*sides, strict=True):
-        assert ours.mtp.length == theirs.mtp.length
         tiny.assert_same_bits(ours.mtp.save(), theirs.mtp.save())
         tiny.assert_same_bits(tiny.state_arrays(target, ours), tiny.state_arrays(target, theirs))
 

@@ -189,6 +189,7 @@ def test_causal_lm_over_random_weights(make_target, family, kernels, effort, mon
     Long prompts are split inside one call: hidden states and caches do not depend on it.
     """
     monkeypatch.setattr(causal_lm, "PREFILL_ROWS", 13)
+    monkeypatch.setattr(causal_lm, "SHARED_MTP", 0)
     target = make_target(family, kernels=kernels)
     check(Subject.FORWARD_PASS, target, effort=effort)
 

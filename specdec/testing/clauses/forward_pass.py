@@ -1,4 +1,4 @@
-"""Checks of targets: clauses F2 to F10, F12, F13, F15, F16, F19, F21, F22 and F27 to F30.
+"""Checks of targets: clauses F2 to F10, F12, F13, F15, F16, F19, F21, F22 and F27 to F31.
 
 The reference is the target itself in plain decoding: a fresh state, one row per pass. Most clauses are plays: a long
 text is taken in by drawn steps of some kinds, with states made for all that the target gives.
@@ -18,9 +18,20 @@ import numpy as np
 import torch
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import Choosing, Context, Drafter, DrafterEnv, Logits, Parity, Sampling, SharedWeights, State
+from specdec.contract import (
+    Choosing,
+    Context,
+    Drafter,
+    DrafterEnv,
+    Logits,
+    MtpDraft,
+    Parity,
+    Sampling,
+    SharedWeights,
+    State,
+)
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
-from specdec.sampling import Rows
+from specdec.sampling import CoupledDraft, Rows
 from specdec.testing.checks import (
     Run,
     check,
@@ -417,3 +428,43 @@ def batches(subject: ForwardPassSubject, run: Run) -> None:
                 target.model.commit(state, int(rng.integers(count + 1)))
         for state in states:
             target.expect_next(state, "after batches a row differs from plain decoding")
+
+
+@check("F31")
+def draft_batches(subject: ForwardPassSubject, run: Run) -> None:
+    """``draft_mtp_batch`` gives every state the draft of its own ``draft_mtp``, or what that raises, whatever the
+    others hold and ask for, and leaves each as that does."""
+    target, heads = under_test(subject), list[Any]([None])
+    if not target.info.mtp_layers:
+        not_applicable("this target has no MTP head")
+    with contextlib.suppress(UnsupportedError):
+        heads += [head := target.model.draft_head(target.text[:1]), head.extended(target.text[1:9])]
+
+    def draft(state: State, which: int, depth: int) -> tuple[MtpDraft, list[Float32]]:
+        """A draft, and where the logits of its steps go."""
+        seen: list[Float32] = []
+
+        def choose(logits: Logits, drafted: Sequence[int]) -> int | None:
+            seen.append(logits.rows()[0].copy())
+            return logits.argmax()[0] if len(drafted) < 2 else None if which % 2 else 1 // 0
+
+        how: Any = {"head": heads[which % len(heads)], "depth": min(depth, state.capacity - state.length - 1)}
+        choices = [None, CoupledDraft(Context([0], CHOICES[0])), choose, choose]
+        return MtpDraft(target.model, state, [target.text[state.length]], choose=choices[which % 4], **how), seen
+
+    for number in run.repeat(8, least=3):
+        rng = np.random.default_rng([run.seed, number])
+        plays = [Play(target, needs=MTP).take(("prefill", 1)) for _ in range(3 + number % 3)]
+        while (most := target.length - max(play.at for play in plays)) and len(plays[0].taken) < 5:
+            asked = [rng.integers([12, 7]).tolist() for _ in plays]
+            together = [draft(play.state, *how) for play, how in zip(plays, asked, strict=True)]
+            alone = [draft(target.prefilled(play.at, needs=MTP), *how) for play, how in zip(plays, asked, strict=True)]
+            got, expected = target.model.draft_mtp_batch([one for one, _ in together]), [one.run() for one, _ in alone]
+            expect_equal([*map(repr, got)], [*map(repr, expected)], "drafts of several states differ from those alone")
+            for (_, ours), (_, theirs) in zip(together, alone, strict=True):
+                for logits, truth in zip(ours, theirs, strict=True):
+                    target.expect_close(logits, truth, "a draft beside others has other logits than alone")
+            for play in plays:
+                play.take(("decode", int(rng.integers(min(target.info.max_rows, most))) + 1))
+        for play in plays:
+            play.take(("draft", 3))

@@ -59,6 +59,13 @@ class TakesTheNeighboursRows(TableModel):
         return [outputs[-1], *outputs[:-1]]
 
 
+class SharesTheHeadsCache(TableModel):
+    def draft_mtp_batch(self, drafts):
+        results = super().draft_mtp_batch(drafts)
+        drafts[-1].state.mtp = drafts[0].state.mtp
+        return results
+
+
 class OtherBitsInLongPrompts(ForgetsInLongPrompts):
     longest = 24
 
@@ -211,6 +218,7 @@ BROKEN = {
     (SharesItsSnapshot, ()): "F4",
     (OtherBitsInWidePasses, ()): "F5",
     (TakesTheNeighboursRows, ()): "F30",
+    (SharesTheHeadsCache, (("mtp", True),)): "F31",
     (OtherBitsInLongPrompts, ()): "F6",
     (IgnoresMisuse, ()): "F7",
     (TiesToTheHighestId, ()): "F8",
