@@ -21,6 +21,8 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "▁"  # how SentencePiece writes a space
 _LONGEST_PIECE = 256  # characters; all ways to split one are tried
 _MOST_CHARACTERS = 2**22  # of all tokens; more than twice the largest known vocabulary
+_BASES = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)  # odd, so that it has an inverse
+_TOP = np.uint64(40)  # the upper 24 bits of 64 are behind it
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?{letters}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -162,14 +164,8 @@ def _sentencepiece(
         if not tokens[index].strip(" "):
             tokens[index], kinds[index] = _SPACE * len(tokens[index]), _NORMAL
             scores[index] = np.inf
-    ranked, known = np.argsort(-scores, kind="stable"), frozenset(tokens)
-    pairs = [
-        (left, right)
-        for index in ranked[kinds[ranked] == _NORMAL].tolist()
-        for token in (tokens[index],)
-        for end in range(1, len(token))
-        if (left := token[:end]) in known and (right := token[end:]) in known
-    ]
+    ranked = np.argsort(-scores, kind="stable")
+    pairs = joins(tokens, ranked[kinds[ranked] == _NORMAL])
     core = _bpe(file, tokens, kinds, pairs, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
     spaces, text = (
         normalizers.Replace(" ", _SPACE),
@@ -181,6 +177,37 @@ def _sentencepiece(
     else:
         core.normalizer, core.decoder = spaces, decoders.Sequence(text)
     return core, True
+
+
+def joins(tokens: list[str], ranked: np.ndarray) -> list[tuple[str, str]]:
+    """All ways to join two tokens to one of ``ranked``, in its order, the shortest first half first.
+
+    Texts are compared by a polynomial of their characters modulo 2^64. By chance no two agree in it; two that were
+    constructed to agree spoil the merges of their own file, or have it refused.
+    """
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    characters = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32) + np.uint64(1)
+    power, inverse = (np.cumprod(np.full(len(characters) + 1, base, np.uint64)) for base in _BASES)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(characters * power[:-1])])
+
+    def keys(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        found: np.ndarray = (sums[end] - sums[begin]) * inverse[begin]
+        return found
+
+    whole = keys(starts, ends)
+    order = np.argsort(whole)
+    whole, seen = whole[order], np.zeros(2**24, dtype=bool)
+    seen[whole >> _TOP] = True  # most texts are no tokens, and most of them are not here
+    ways = np.maximum(lengths[ranked] - 1, 0)
+    token = np.repeat(ranked, ways)
+    cuts = starts[token] + 1 + np.arange(len(token)) - np.repeat(np.cumsum(ways) - ways, ways)
+    halves = np.stack([keys(starts[token], cuts), keys(cuts, ends[token])])
+    halves = halves[:, seen[halves >> _TOP].all(0)]
+    at = np.searchsorted(whole, halves).clip(max=len(whole) - 1)
+    left, right = np.array(tokens, dtype=object)[order[at[:, (whole[at] == halves).all(0)]]].tolist()
+    return list(zip(left, right, strict=True))
 
 
 _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}

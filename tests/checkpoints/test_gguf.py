@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import random
 import re
 import struct
 import weakref
@@ -27,7 +28,7 @@ from specdec.config import RunConfig, TargetConfig
 from specdec.contract import Logits, Needs
 from specdec.errors import CheckpointError
 from specdec.text import Tokenizer
-from specdec.text.gguf import tokenizer_parts
+from specdec.text.gguf import joins, tokenizer_parts
 from tests import tiny
 from tests.checkpoints.gguf_files import copied, random_blocks, saved, write_gguf
 from tests.selection import cases
@@ -543,6 +544,13 @@ def test_a_key_that_is_refused_is_named(tmp_path: Path, key: str, value: object)
         assert str(caught.value).startswith("one.gguf")
         assert "config.json" not in str(caught.value)
         assert key.removesuffix(".factor") in str(caught.value) or value == "adapter"
+
+
+@given(st.lists(st.text("ab\0é😀", max_size=6), min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_the_joins_of_a_vocabulary_are_all_that_there_are(tokens: list[str], order: random.Random) -> None:
+    ranked, known = order.sample(range(len(tokens)), len(tokens)), set(tokens)
+    ways = [(tokens[at][:end], tokens[at][end:]) for at in ranked for end in range(1, len(tokens[at]))]
+    assert joins(tokens, np.array(ranked)) == [way for way in ways if known.issuperset(way)]
 
 
 @pytest.mark.parametrize(
