@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,9 +110,9 @@ def fill_with_nan(cache: object) -> None:
             array.fill_(torch.nan)
 
 
-def _heads(bench: Bench, rows: int, counts: Sequence[int] = (HEADS, KV_HEADS, KV_HEADS)) -> list[Drawn]:
-    """Queries, keys and values."""
-    return [bench.act(rows, count * HEAD_DIM).heads(count) for count in counts]
+def _heads(bench: Bench, rows: int, *gate: int) -> list[Drawn]:
+    """Queries, keys and values, and a gate of so many heads."""
+    return [bench.act(rows, count * HEAD_DIM).heads(count) for count in (HEADS, KV_HEADS, KV_HEADS, *gate)]
 
 
 def _new_kv(ops: Ops, capacity: int) -> Cache:
@@ -125,7 +125,7 @@ def _attend(ops: Ops, cache: Any, q: Any, k: Any, v: Any, gate: Any = None) -> A
 
 def attention(bench: Bench, rows: int, *, gated: bool = True) -> Layer:
     """Grouped-query attention over q, k and v, with or without a gate."""
-    arguments = _heads(bench, rows, (HEADS, KV_HEADS, KV_HEADS, *([HEADS] if gated else [])))
+    arguments = _heads(bench, rows, *([HEADS] if gated else []))
     return Layer(bench, "attend", _new_kv, _attend, *arguments, mixed=2)
 
 
