@@ -4,11 +4,12 @@
                                   [--settling 50] [--repeats 5] [--deepest 4] [--model FOLDER] [--json FILE]
 
 Prints costs, tokens per second and their ratio to the first arm; ``bookkeeping`` is the policy's own time per cycle.
-``random_head``: the embedded model with noise for MTP tensors, plain against adaptive. ``demo``: the unchanged embedded
-model, adaptive against fixed depths, by prompt class. Arms alternate (A B B A) in one process, every generation in its
-own session, and all outputs must be equal. "From the start": a newly loaded language model with its cost table and no
-knowledge of acceptance. "Warm": after ``--warm`` generated tokens. ``poisoned``: the embedded model with a cost table
-of which one row, or all of them, is 30 times too high, against the right table, after ``--settling`` cycles.
+``random_head``: the embedded model with noise for MTP tensors, or an untrained head, plain against adaptive. ``demo``:
+the unchanged embedded model, adaptive against fixed depths, by prompt class. Arms alternate (A B B A) in one process,
+every generation in its own session, and all outputs must be equal. "From the start": a newly loaded language model with
+its cost table and no knowledge of acceptance. "Warm": after ``--warm`` generated tokens. ``poisoned``: the embedded
+model with a cost table of which one row, or all of them, is 30 times too high, against the right table, after
+``--settling`` cycles.
 """
 
 from __future__ import annotations
@@ -90,18 +91,24 @@ def compare(
 
 
 def random_head(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Plain decoding against adaptive depth with a head that is never right.
+    """Plain decoding against adaptive depth with heads that are never right.
 
-    The head is the embedded model's with noise, or that of ``--model`` (the checkpoint of ``benchmarks.shape_0_8b``).
+    The MTP head is the embedded model's with noise, or that of ``--model`` (the checkpoint of
+    ``benchmarks.shape_0_8b``).
     """
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or str(with_random_head(Path(folder)))
-        adaptive = specdec.load(path, drafter="mtp", depth="adaptive")
+        heads = {"mtp": specdec.load(path, drafter="mtp", depth="adaptive")}
+    for name in () if options.model else ("eagle3", "dflash"):
+        heads[name] = specdec.load("demo", drafter={"name": name, "model": "random"}, depth="adaptive")
+    result: dict[str, Any] = {}
+    for name, adaptive in heads.items():
         arms = {"plain": plain(adaptive), "adaptive": adaptive}  # where weights lie in memory must not decide
-    result: dict[str, Any] = {"costs": cost_figures(adaptive)}
-    result["from_the_start"] = compare(arms, prompts["code"], options, keep=False)
-    warm_up(adaptive, prompts["code"], options)
-    return result | {"warm": compare(arms, prompts["code"], options, keep=True)}
+        from_the_start = compare(arms, prompts["code"], options, keep=False)
+        warm_up(adaptive, prompts["code"], options)
+        warm = compare(arms, prompts["code"], options, keep=True)
+        result[name] = {"costs": cost_figures(adaptive), "from_the_start": from_the_start, "warm": warm}
+    return result
 
 
 def demo(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
