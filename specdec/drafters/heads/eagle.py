@@ -92,9 +92,17 @@ class EagleNetwork(Network):
         (g,) = self.ops.project(states, (self.fc,), biases)
         return g
 
-    def __call__(self, caches: Sequence[Any], embedded: Array, hidden: Array, true: int = 0) -> Array:
-        """x ``[T, H_d]``, before the final norm; ``hidden`` is g, or what an earlier step fed back."""
-        x = hidden
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, embedded, cache, true)
+    def __call__(
+        self, caches: Sequence[Any], embedded: Array, hidden: Array, true: int = 0, *, fill: bool = False
+    ) -> Array:
+        """x ``[T, H_d]``, before the final norm; ``hidden`` is g, or what an earlier step fed back.
+
+        ``fill``: only the caches are filled, and what is returned means nothing.
+        """
+        x, last = hidden, len(self.layers) - 1
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if fill and number == last:
+                layer.fill(x, embedded, cache)
+            else:
+                x = layer(x, embedded, cache, true)
         return x

@@ -89,15 +89,20 @@ class HeadLayer:
 
     def __call__(self, x: Array, embedded: Array, cache: Any, true: int) -> Array:
         """``true``: entries of the cache and of this pass that are true; only a layer with a window asks."""
-        first, residual = self._first(x.shape[0], cache, true - 1), x
-        if self.hidden_norm is None:
-            joined = self.input_norm(x)
-        else:
-            u = self.hidden_norm(x)
-            residual = u if self.norm_before_residual else x
-            joined = self.ops.concat(self.input_norm(embedded), u)
-        x = self.mixer(joined, residual, cache, first, causal=self.causal)
+        first = self._first(x.shape[0], cache, true - 1)
+        x = self.mixer(*self._read(x, embedded), cache, first, causal=self.causal)
         return self.mlp(self.post_norm(x), x)
+
+    def fill(self, x: Array, embedded: Array, cache: Any) -> None:
+        """Append what ``__call__`` appends to the cache."""
+        self.mixer.fill(self._read(x, embedded)[0], cache)
+
+    def _read(self, x: Array, embedded: Array) -> tuple[Array, Array]:
+        """What attention reads, and the residual."""
+        if self.hidden_norm is None:
+            return self.input_norm(x), x
+        u = self.hidden_norm(x)
+        return self.ops.concat(self.input_norm(embedded), u), u if self.norm_before_residual else x
 
     def _first(self, rows: int, cache: Any, last: int) -> list[int] | None:
         """The first entry that each row sees; ``last``: the last true one."""

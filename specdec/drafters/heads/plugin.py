@@ -94,7 +94,8 @@ def _passes(network: Any, layout: Layout, around: Surroundings) -> Passes | None
     """The head's passes, recorded where the backend can; None for what runs op by op."""
 
     def run(caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
-        return network(caches, around.ops.embed(around.embed_tokens, tokens), hidden)
+        long = len(tokens) > around.ops.capabilities.max_rows  # fed for the caches alone; nobody drafts from it
+        return network(caches, around.ops.embed(around.embed_tokens, tokens), hidden, fill=long)
 
     if layout.block_size or any(layout.geometry.windows):
         return None
