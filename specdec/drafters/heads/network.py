@@ -50,9 +50,9 @@ class HeadAttention(Attention):
     ) -> Array:
         """``residual + o_proj(attention)``; ``first`` and ``causal`` as in ``Ops.attend_from``."""
         ops, shape, rows = self.ops, self.shape, x.shape[0]
-        q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
+        q, *entries = ops.project(x, (self.q_proj, *self._of_entries), self.biases)
         q = self._placed(q, self.q_norm, cache)
-        k, v = self._entries(k, v, cache)
+        k, v = self._entries(cache, *entries)
         if first is None and causal:
             mixed = ops.attend(q, k, v, cache, scale=shape.scale)
         else:
