@@ -235,7 +235,7 @@ def write_llama(
     tensors |= _under("model.", _norms(draw, hidden, "norm", mean=1.2))
     for i in range(layers):
         layer = _norms(draw, hidden, *_LAYER_NORMS, mean=1.0) | _mlp(draw, hidden, intermediate)
-        kinds = {"bias": model_type == "qwen2", "normed": model_type in ("qwen3", "qwen3_moe", "gemma3_text")}
+        kinds = {"bias": model_type == "qwen2", "normed": model_type.startswith(("qwen3", "gemma"))}
         layer |= plain_attention(draw, hidden, heads, kv_heads, head_dim, **kinds)
         tensors |= _under(f"model.layers.{i}.", edit(draw, layer) if edit else layer)
     if not tied:
@@ -253,7 +253,7 @@ def write_llama(
         "rms_norm_eps": 1e-6 if model_type == "qwen3" else 1e-5,
         "max_position_embeddings": max_positions,
         "rope_theta": theta,
-        "rope_scaling": None if rope_scaling is None else dict(rope_scaling),
+        **({} if rope_scaling is None else {"rope_scaling": dict(rope_scaling)}),
         "tie_word_embeddings": tied,
         "dtype": dtype,
     }

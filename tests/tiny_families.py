@@ -138,6 +138,20 @@ def _qwen3_moe_layer(draw: _Draw, layer: Tensors) -> Tensors:
 
 
 GEMMA3_KEYS = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 20}
+GEMMA4_KEYS: dict[str, Any] = {
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_k_eq_v": True,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 4.0,
+    "rope_theta": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
 MOE_KEYS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -170,6 +184,25 @@ def _writer(family: str) -> Callable[..., pathlib.Path]:
         return write_llama(folder, **usual | settings | {"keys": {**usual.get("keys", {}), **(keys or {})}})
 
     return write
+
+
+def write_gemma4(
+    folder: pathlib.Path, *, layer_types: Sequence[str], keys: Mapping[str, Any] | None = None, **settings: Any
+) -> pathlib.Path:
+    """A Gemma 4 checkpoint: layers without a window have other heads, and maybe no values of their own."""
+    keys, kinds = {**GEMMA4_KEYS, "layer_types": layer_types, **(keys or {})}, iter(layer_types)
+
+    def edit(draw: _Draw, layer: Tensors) -> Tensors:
+        layer = _gemma3_layer(draw, layer) | {"layer_scalar": draw.normal(1, mean=0.8, std=0.2)}
+        if next(kinds) == "full_attention":
+            hidden, rows = layer["self_attn.o_proj.weight"].shape
+            layer |= plain_attention(draw, hidden, rows // 12, 1, 20, bias=False, normed=True)
+            if keys["attention_k_eq_v"]:
+                del layer["self_attn.v_proj.weight"]
+        return layer
+
+    usual = {"model_type": "gemma4_text", "edit": edit, "layers": len(layer_types), "logit_spread": 0.5}
+    return write_llama(folder, **usual, **settings, keys=keys)
 
 
 def _deepseek_moe(draw: _Draw, hidden: int, moe: Mapping[str, int], layout: str) -> Tensors:
@@ -418,6 +451,21 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             },
         ),
     },
+    "gemma4": {
+        "released": shape(layer_types=["sliding_attention", "full_attention"] * 2, keys={"sliding_window": 7}),
+        "as-transformers-writes": shape(
+            "hidden=36 kv_heads=4",
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            keys={
+                "attention_k_eq_v": False,
+                "global_head_dim": None,
+                "num_global_key_value_heads": None,
+                "per_layer_config": {str(i): {"head_dim": 20, "num_key_value_heads": 1} for i in (0, 2)},
+                "final_logit_softcapping": None,
+                "sliding_window": 40,
+            },
+        ),
+    },
     "granite": {
         "factors": shape(keys={"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}),
         "untied": shape(tied=False, heads=3, kv_heads=3, head_dim=16, keys={"logits_scaling": 0.5}),
@@ -509,6 +557,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 }
 TRANSFORMERS = {
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -529,6 +578,7 @@ tiny.WRITERS |= {
     "qwen3_next": write_qwen3_next,
     "llama": write_llama,
     "qwen2": write_qwen2,
+    "gemma4": write_gemma4,
     "glm4_moe": write_glm4_moe,
     "deepseek_v3": write_deepseek_v3,
     **{family: _writer(family) for family in LIKE_LLAMA},

@@ -22,8 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
+import numpy as np
 
-from specdec.backends.arrays import ArrayHidden
+from specdec.backends.arrays import ArrayHidden, HostLogits
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
 from specdec.backends.passes import Body, EagerPasses, Passes
 from specdec.contract import Hidden, Logits, Parity
@@ -480,6 +481,14 @@ class Ops(abc.ABC):
     @abc.abstractmethod
     def head(self, x: Array, weight: Array) -> Logits:
         """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, on the device."""
+
+    def softcap(self, logits: Logits, cap: float) -> Logits:
+        """``cap * tanh(logit / cap)`` of every logit, in float32. By default on the host.
+
+        Source: Gemma 2, arXiv:2408.00118, section 2.
+        """
+        rows, limit = logits.rows(), np.float32(cap)
+        return HostLogits(np.tanh(rows / limit) * limit)
 
     def head_rows(self, weight: Array, tokens: Sequence[int], base: HeadRows | None = None) -> HeadRows:
         """Copy the rows of a head for these token ids.

@@ -56,6 +56,7 @@ class DecoderModel:
     norm: Norm
     lm_head: Array  # [V, H]; embed_tokens itself if tied
     logit_scale: float = 1.0  # multiplies logits
+    logit_cap: float = 0.0  # what ``Ops.softcap`` limits them to; 0: nothing
     mtp: MtpHead | None = None
     later_mtp: tuple[MtpHead, ...] = ()  # modules that are chained behind it, in order
     mtp_lm_head: Array | None = None  # the main head unless the checkpoint has its own
@@ -71,7 +72,8 @@ class DecoderModel:
 
     def logits(self, x: Array) -> Logits:
         """The logits of states after the final norm ``[T, H]``."""
-        return self.ops.head(x if self.logit_scale == 1.0 else self.ops.scale(x, self.logit_scale), self.lm_head)
+        logits = self.ops.head(x if self.logit_scale == 1.0 else self.ops.scale(x, self.logit_scale), self.lm_head)
+        return self.ops.softcap(logits, self.logit_cap) if self.logit_cap else logits
 
 
 class SequenceState(State):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, Self
 
 import attrs
+import torch
 
 from specdec.backends.ops import Array, Cache, DeltaCache, DeltaShape, KVCache, Ops, Rope
 from specdec.errors import CheckpointError
@@ -106,6 +107,8 @@ class AttentionShape:
     normed: Literal["", "heads", "whole"] = ""  # an RMSNorm on every query and key head, or on all of them together
     biased: bool = False  # q, k and v have biases,
     biased_output: bool = False  # and the output projection
+    normed_values: bool = False  # values have an RMSNorm without a weight
+    keys_as_values: bool = False  # values are the projected keys, before their norm
     sinks: bool = False  # a learned score per head joins every softmax
     growth: tuple[float, int] | None = None  # beta and length of ``Ops.scale_by_position``, for the queries
 
@@ -128,13 +131,14 @@ class Attention:
     eps: float
     q_proj: Array
     k_proj: Array
-    v_proj: Array
+    v_proj: Array | None  # None: ``shape.keys_as_values``
     o_proj: Array
     q_norm: Array | None
     k_norm: Array | None
     biases: tuple[Array, ...]  # of q, k and v, or ()
     o_bias: Array | None = None
     sinks: Array | None = None  # [nq]
+    v_norm: Array | None = None  # ones
 
     @classmethod
     def of(
@@ -165,13 +169,15 @@ class Attention:
             )
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
+        if shape.keys_as_values:
+            del sizes["v"]
 
         def projections(kind: str, *columns: int) -> list[Array]:
             if fused or f"qkv_proj.{kind}" in weights:
                 return weights.split(f"qkv_proj.{kind}", tuple(sizes.values()), *columns)
             return [weights.matrix(f"{name}_proj.{kind}", (size, *columns)) for name, size in sizes.items()]
 
-        q, k, v = projections("weight", width or hidden)
+        q, k, *v = projections("weight", width or hidden)
         normed = {"": None, "heads": (dim, dim), "whole": (mixed, kv)}[shape.normed]
         q_norm, k_norm = (
             normed and weights.vector(f"{name}_norm.weight", (size,), plus=plus)
@@ -183,13 +189,14 @@ class Attention:
             eps=eps,
             q_proj=q,
             k_proj=k,
-            v_proj=v,
+            v_proj=v[0] if v else None,
             o_proj=weights.matrix("o_proj.weight", (hidden, mixed)),
             q_norm=q_norm,
             k_norm=k_norm,
             biases=tuple(projections("bias")) if shape.biased else (),
             o_bias=weights.matrix("o_proj.bias", (hidden,)) if shape.biased_output else None,
             sinks=weights.vector("sinks", (shape.heads,)) if shape.sinks else None,
+            v_norm=weights.ops.vector(torch.ones(dim)) if shape.normed_values else None,
         )
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -211,7 +218,7 @@ class Attention:
     ) -> Array:
         """See ``Mixer.__call__``; ``first`` and ``causal`` as in ``Ops.attend_from``, for the layers of draft heads."""
         ops, shape, rows, dim = self.ops, self.shape, x.shape[0], self.shape.head_dim
-        q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
+        q, *entries = ops.project(x, (self.q_proj, *self._of_entries), self.biases)
         gate = None
         if shape.gated:
             pair = q.reshape(rows, shape.heads, 2, dim)
@@ -219,7 +226,7 @@ class Attention:
         if shape.growth is not None:
             q = ops.scale_by_position(q, *shape.growth, cache.length)
         q = self._placed(q, self.q_norm, cache)
-        k, v = self._entries(k, v, cache)
+        k, v = self._entries(cache, *entries)
         if first is None and causal:
             mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
         else:
@@ -231,12 +238,18 @@ class Attention:
 
     def fill(self, x: Array, cache: KVCache) -> None:
         """See ``Mixer.__call__``."""
-        k, v = self.ops.project(x, (self.k_proj, self.v_proj), self.biases[1:])
-        self.ops.append(*self._entries(k, v, cache), cache)
+        self.ops.append(*self._entries(cache, *self.ops.project(x, self._of_entries, self.biases[1:])), cache)
 
-    def _entries(self, k: Array, v: Array, cache: KVCache) -> tuple[Array, Array]:
+    @property
+    def _of_entries(self) -> tuple[Array, ...]:
+        return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
+
+    def _entries(self, cache: KVCache, k: Array, v: Array | None = None) -> tuple[Array, Array]:
         """What the cache holds of projected keys and values ``[T, nkv * D]``: each ``[T, nkv, D]``."""
-        return self._placed(k, self.k_norm, cache), v.reshape(v.shape[0], self.shape.kv_heads, self.shape.head_dim)
+        v = (k if v is None else v).reshape(k.shape[0], self.shape.kv_heads, self.shape.head_dim)
+        if self.v_norm is not None:
+            v = self.ops.rms_norm(v, self.v_norm, self.eps)
+        return self._placed(k, self.k_norm, cache), v
 
     def _placed(self, x: Array, norm: Array | None, cache: KVCache) -> Array:
         """Queries or keys ``[T, n * D]`` or ``[T, n, D]``, normed and rotated to their positions: ``[T, n, D]``."""
@@ -379,19 +392,20 @@ class Layer(Protocol):
 
 @attrs.frozen(kw_only=True)
 class DecoderLayer:
-    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``, then ``after(x)``."""
 
     input_norm: Norm
     mixer: Mixer
     post_norm: Norm
     mlp: Mlp
+    after: Norm = as_is
 
     def new_cache(self, capacity: int) -> Cache:
         return self.mixer.new_cache(capacity)
 
     def __call__(self, x: Array, cache: Cache) -> Array:
         x = self.mixer(self.input_norm(x), x, cache)
-        return self.mlp(self.post_norm(x), x)
+        return self.after(self.mlp(self.post_norm(x), x))
 
     def fill(self, x: Array, cache: Cache) -> None:
         """Append what ``__call__`` appends to the cache, at less cost where the mixer can."""

@@ -46,6 +46,7 @@ class DecoderConfig:
     embed_scale: float = 1.0  # multiplies embeddings,
     branch_scale: float = 1.0  # the output of every mixer and MLP,
     logit_scale: float = 1.0  # and logits
+    logit_cap: float = 0.0  # what ``Ops.softcap`` limits logits to; 0: nothing
     eps: float
     tied: bool
     max_positions: int
@@ -80,7 +81,8 @@ class DecoderConfig:
 
         ``width``: bytes of an activation.
         """
-        return (self.layers + self.mtp_layers * mtp) * self.attention.row * width, 0
+        rows, other = (self.layers + self.mtp_layers * mtp) * self.attention.row, self.alternate or self.attention
+        return (rows + len(self.alternate_layers) * (other.row - self.attention.row)) * width, 0
 
 
 @attrs.frozen(kw_only=True)
@@ -101,12 +103,13 @@ class MtpNames:
 
 @attrs.frozen(kw_only=True)
 class LayerNames:
-    """Names of a layer's norms; "" for one that it has not."""
+    """Names of a layer's norms, and of the number that its output is multiplied by; "" for one that it has not."""
 
     mixer: str = "input_layernorm"
     after_mixer: str = ""
     mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+    scale: str = ""
 
 
 def build_decoder(
@@ -158,6 +161,7 @@ def build_decoder(
             mixer=adjusted(mixed, weights, names.after_mixer),
             post_norm=norm(weights, names.mlp) if names.mlp else as_is,
             mlp=adjusted(mlp(weights, index), weights, names.after_mlp),
+            after=Scale(ops=weights.ops, factor=weights.number(names.scale)) if names.scale else as_is,
         )
 
     embed = weights.matrix("embed_tokens.weight", table)
@@ -166,6 +170,7 @@ def build_decoder(
         embed_tokens=embed,
         embed_scale=config.embed_scale,
         logit_scale=config.logit_scale,
+        logit_cap=config.logit_cap,
         layers=tuple(layer(weights.under(f"layers.{i}."), i) for i in range(config.layers)),
         norm=norm(weights, "norm"),
         lm_head=embed if config.tied else weights.matrix("lm_head.weight", table),

@@ -102,8 +102,8 @@ class Fields:
             )
 
     def rope(self, head_dim: int, theta: float, *, share: float | None = None) -> tuple[Rope, float]:
-        """The rotary embedding (plain, linear, LongRoPE's short one, YaRN or Llama 3's), and the factor on its cosines
-        and sines.
+        """The rotary embedding (plain, linear, proportional, LongRoPE's short one, YaRN or Llama 3's), and the factor
+        on its cosines and sines.
 
         Args:
             head_dim: of the values that can be rotated.
@@ -139,10 +139,14 @@ class Fields:
             return Rope.of(theta, rotary_dims), 1.0
         if kind == "longrope":
             return self._short_rope(theta, rotary_dims)
+        if kind == "proportional":  # pairs are those of the whole head, and the last of them do not turn
+            plain, factor = Rope.of(theta, head_dim).inv_freq, inner.real("factor", 1.0)
+            turning = rotary_dims // 2
+            return Rope(tuple(one / factor * (j < turning) for j, one in enumerate(plain))), 1.0
         if kind not in ("linear", "yarn", "llama3"):
             raise CheckpointError(
-                f"config.json: rope type {shown(kind)} is not supported; read are 'default', 'linear', 'longrope', "
-                "'yarn' and 'llama3'"
+                f"config.json: rope type {shown(kind)} is not supported; read are 'default', 'linear', "
+                "'proportional', 'longrope', 'yarn' and 'llama3'"
             )
         if kind == "linear":
             factor = inner.real("factor")

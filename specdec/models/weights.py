@@ -72,6 +72,11 @@ class Weights:
         """A small float32 parameter as ``Ops.vector`` returns it, with ``plus`` added."""
         return self.ops.vector(self.tensor(name, shape), plus=plus)
 
+    def number(self, name: str) -> float:
+        """A weight of one value, ``[1]``; 1.0 in a dry run."""
+        value = self.tensor(name, (1,))
+        return 1.0 if value.is_meta else value.item()
+
     def split(self, name: str, rows: Sequence[int], *width: int) -> list[Array]:
         """The matrices ``[n, *width]`` that one weight holds, one below the other, for n in ``rows``; or biases."""
         fused, ends = self.host_matrix(name, (sum(rows), *width)), itertools.accumulate(rows)

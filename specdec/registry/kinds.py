@@ -35,6 +35,7 @@ BUILT_INS = (
     "specdec.models.qwen3_next",
     "specdec.models.llama",
     "specdec.models.gemma3",
+    "specdec.models.gemma4",
     "specdec.models.gpt_oss",
     "specdec.models.glm4_moe",
     "specdec.models.deepseek_v3",

@@ -68,6 +68,7 @@ PUBLISHED = {
     "granite-3.3-2b": (CONFIGS["GRANITE_3_2B"], 2.534, None),  # "2.53B"
     "gemma-3-270m": (CONFIGS["GEMMA_3_270M"], 0.268, None),
     "gemma-3-1b": (CONFIGS["GEMMA_3_1B"], 1.0, None),
+    "gemma-4-31B": (CONFIGS["GEMMA_4_31B"], 30.697, None),  # "30.7B", the vision tower left out
     "gpt-oss-20b": (CONFIGS["GPT_OSS_20B"], 20.915, None),  # "20.91B"
     "Ministral-3-3B": (CONFIGS["MINISTRAL_3_3B"], 3.429, None),  # "3.4B", the vision tower left out
 }
@@ -130,6 +131,14 @@ HALF = {"partial_rotary_factor": 0.5}
         ("Phi-3-mini-4k", {"rope_scaling": {"type": "longrope"}, "max_position_embeddings": None}, "short_factor"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ("gemma-3-270m", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("gemma-4-31B", {"enable_moe_block": True}, "enable_moe_block"),
+        ("gemma-4-31B", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+        ("gemma-4-31B", {"num_kv_shared_layers": 18}, "num_kv_shared_layers"),
+        ("gemma-4-31B", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma-4-31B", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
+        ("gemma-4-31B", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ("gemma-4-31B", {"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config"),
+        ("gemma-4-31B", {"per_layer_config": {i: {"window": 1} for i in range(5, 60, 6)}}, "per_layer_config"),
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
         ("gpt-oss-20b", {"experts_per_token": 2}, "experts_per_token"),
         ("gpt-oss-20b", {"num_experts_per_tok": 33}, "num_experts_per_tok"),

@@ -420,6 +420,9 @@ class NativeOps(ReferenceOps):
         self._head(at, stride, rows, length, w, w_stride, features, out.data_ptr())
         return self.logits(out)
 
+    def softcap(self, logits: Any, cap: float) -> NativeLogits:
+        return self.logits(torch.from_numpy(super().softcap(logits, cap).rows()))
+
     def head_rows(self, weight: Tensor, tokens: Sequence[int], base: Any = None) -> HeadRows:
         packed = self._panels(weight)
         if base is not None or packed is None or packed.dtype is not torch.uint8:

@@ -66,12 +66,14 @@ def _tied(bench: Bench) -> Any:
 @check("O10")
 def head(subject: OpsSubject, run: Run) -> None:
     """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax, the lowest id of
-    equal ones."""
+    equal ones; ``softcap`` limits them."""
     _compare(subject, run, "O10")
     bench = Bench(subject, run)
     for rows in ROWS:
         logits = bench.ops.head(bench.act(rows, LENGTH).array, bench.matrix(VOCAB, LENGTH).array)
         check_logits(logits, rows, VOCAB, [VOCAB - 1] * rows)
+        capped, exact = bench.ops.softcap(logits, 30.0), 30 * np.tanh(logits.rows().astype(np.float64) / 30)
+        bench.close(check_logits(capped, rows, VOCAB, [VOCAB - 1] * rows), exact, 2e-5, "softcap")
     check_logits(bench.ops.head(*_tied(bench)), 2, VOCAB, [VOCAB - 1, 4])
 
 
