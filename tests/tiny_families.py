@@ -463,6 +463,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
                 "per_layer_config": {str(i): {"head_dim": 20, "num_key_value_heads": 1} for i in (0, 2)},
                 "final_logit_softcapping": None,
                 "sliding_window": 40,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "rope_theta": 5e5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
             },
         ),
     },

@@ -40,7 +40,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     common = DecoderConfig.common(fields, tied=True, activation="hidden_activation")
     types = fields.layer_types(common["layers"], 6, "sliding_attention")
     sliding = tuple(i for i, kind in enumerate(types[:-1]) if kind == "sliding_attention")  # the last is never one
-    ropes = Fields(ChainMap({"rope_parameters": config.get("rope_parameters") or ROPES}, config))  # type: ignore[arg-type]
+    ropes = Fields(config if config.get("rope_parameters") is not None else {**config, "rope_parameters": ROPES})
     full, local = (ropes.of_layers(kind) for kind in ROPES)
     if full is None or local is None:
         raise CheckpointError(f"config.json: 'rope_parameters' takes an object each for {' and '.join(ROPES)}")
@@ -65,7 +65,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         windowed,
         kv_heads=own_heads if one_matrix or each else kv_heads,
         head_dim=head_dim,
-        rope=full.rope(head_dim, 1e6, share=0.25 if proportional else None)[0],
+        rope=full.rope(head_dim, 1e6, share=1.0 if proportional else None)[0],
         window=0,
         keys_as_values=one_matrix,
     )
@@ -86,6 +86,8 @@ def _each_full_layer(config: Mapping[str, Any], layers: set[int]) -> dict[str, A
     given = config.get("per_layer_config")
     if given is None:
         return {}
+    if given == {}:  # full layers are as the others
+        return {name: config.get(key) for key, name in FULL.items()}
     try:
         found, (sizes, *others) = {int(index) for index in given}, given.values()
         if found == layers and others == [sizes] * len(others) and sizes.keys() <= FULL.keys():
