@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Context, Draft, Drafter, DrafterSpec, MtpDraft, Needs, Sampling
+from specdec.contract import Context, Draft, Drafter, DrafterSpec, MtpDraft, Needs, PassRequest, Sampling
 from specdec.decoding import batch
 from specdec.decoding.batch import Batch
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter
@@ -159,6 +159,12 @@ def test_where_rows_never_vary_each_costs_the_mean():
     for _ in range(50):
         prices.add(4, 2.0)
     assert prices.share(2.0, 4, 2) == pytest.approx(0.5 + 0.75 * 0.5 * 2)
+
+
+@given(depth=st.integers(0, 9))
+def test_a_pass_is_a_step_and_a_draft_as_many_as_its_passes(depth):
+    assert PassRequest(None, None, [1]).steps == 1
+    assert MtpDraft(None, None, [1], depth=depth).steps == max(depth, 1)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

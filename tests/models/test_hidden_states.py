@@ -47,3 +47,10 @@ def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(needs, 
         install(plugin_of(specdec_drafters=lambda self, spec=spec: [spec]))
         with pytest.raises(UnsupportedError, match=f"the drafter 'needy' needs .*{said}"):
             specdec.load(str(checkpoint("qwen3")), drafter="needy", depth=1)
+
+
+def test_attention_alone_rewinds_to_the_very_length(make_target):
+    target = make_target("llama")
+    state = target.new_state(20)
+    target.prefill(state, list(range(9)))
+    assert [target.rewind(state, length) for length in (7, 7, 1, 0)] == [7, 7, 1, 0]
