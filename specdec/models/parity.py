@@ -63,8 +63,10 @@ def _kinds(lm: CausalLM) -> dict[str, Layer]:
 
 
 def _kind(part: Any) -> Any:
-    """Equal for parts of a model that look the same to kernels: types, shapes, dtypes and settings."""
-    if isinstance(part, int | float | str | None):
+    """Equal for parts of a model that look the same to kernels: types, shapes, dtypes and settings but for factors."""
+    if isinstance(part, float):  # of a layer's own, with Gemma 4
+        return float
+    if isinstance(part, int | str | None):
         return part
     if isinstance(part, tuple):
         return tuple(map(_kind, part))
