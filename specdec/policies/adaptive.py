@@ -122,7 +122,7 @@ class DrafterDepth:
         self.opening = [] if priced else [0, *(depth for depth in tried for _ in range(OPENING)), 0]
         self._distance = config.first_probe  # tokens between trials while speculation is on
         self._tokens = 0  # since the last trial
-        self._due = 0.0  # tokens before which no trial is due, as last computed
+        self._due = 0.0  # tokens before which no trial is due, as computed since the last cycle that was learnt from
         self._cycles = 0  # that the running trial may still take; 0 when none runs
         self._second = False  # whether this is a trial's second cycle
         self._others = 0  # trials of other depths so far
@@ -189,6 +189,7 @@ class DrafterDepth:
         Args:
             pace: tokens per second of the chain, at the table's load; 0 for a drafter that is alone.
         """
+        self._due = 0.0
         self.rates.observe(cycle)
         self._pass(len(cycle.emitted))
         if self._cycles:
@@ -237,7 +238,7 @@ class DrafterDepth:
     def _end_trial(self) -> None:
         """Count the tokens until the next trial from here."""
         self._tokens = self._cycles = 0
-        self._due, self._second = 0.0, False
+        self._second = False
 
     def _best(self, pace: float) -> int:
         """The best depth, or the current one if the gain is too small and it beats plain decoding.
