@@ -158,9 +158,7 @@ class HeadDrafter(Drafter):
         """Add the states of ``rows`` committed rows that follow ``before`` tokens, unless the ledger has a gap."""
         skipped = self._pairs.length - before
         if 0 <= skipped < rows:
-            states = self._around.states(output)
-            if (skipped, rows) != (0, len(states)):
-                states = states[skipped:rows]
+            states = self._around.states(output)[skipped:rows]
             self._pairs.add(context[before + skipped : before + rows], states, before + skipped)
             if self._pairs.waiting > IDLE_ROWS:
                 self._feed()

@@ -137,7 +137,8 @@ class States(Hidden):
         return len(self.parts[0])
 
     def __getitem__(self, rows: slice) -> States:
-        return States([part[rows] for part in self.parts])
+        whole = rows.indices(len(self)) == (0, len(self), 1)  # a view of each part takes longer than the check
+        return self if whole else States([part[rows] for part in self.parts])
 
     def join(self, others: Sequence[Any]) -> States:
         return States([part.join([other.parts[i] for other in others]) for i, part in enumerate(self.parts)])
