@@ -74,6 +74,7 @@ class ModelInfo:
         gives_hidden: whether the target gives the state after the final norm.
         max_rows: rows that one ``decode`` takes, the pending token included.
         batch_rows: rows that one pass of ``decode_batch`` takes; 0 if sequences run one after another.
+        warms_by_rows: whether the first pass of each number of rows is slow (it is recorded, or compiles kernels).
         parity: what the target promises about a row.
         parity_reason: how the parity was established, or why it was downgraded.
         backend: the name that ``target.backend`` chose it by.
@@ -97,6 +98,7 @@ class ModelInfo:
     gives_hidden: bool = True
     max_rows: int
     batch_rows: int = 0
+    warms_by_rows: bool = True
     parity: Parity
     parity_reason: str = ""
     backend: str = ""

@@ -179,6 +179,7 @@ class Capabilities:
         max_rows: rows of the longest pass that ``parity`` covers.
         batch_rows: rows of the longest pass over several sequences (``specdec.backends.batching``) that it covers; 0 if
             sequences run one after another.
+        warms_by_rows: as in ``ModelInfo``.
         packed_formats: quantised formats whose weights stay packed ("fp8-block", "nvfp4", "mlx-affine"); weights in
             other formats arrive decoded. See ``Ops.weight``.
         slow: the kernels are a slow fallback; loading a model then reports ``kernels``.
@@ -190,6 +191,7 @@ class Capabilities:
     probed_context: int = 0
     max_rows: int = 16
     batch_rows: int = 0
+    warms_by_rows: bool = True
     packed_formats: frozenset[str] = frozenset()
     slow: bool = False
 

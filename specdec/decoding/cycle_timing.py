@@ -141,20 +141,20 @@ def plain_pass(lm: Parts) -> float:
 
 
 def warm_up(lm: Parts, depths: Iterable[int]) -> None:
-    """Run a pass of every number of rows that a cycle of these depths has, the deepest cycle, and an MTP pass of every
-    length that may follow it, in a separate session.
+    """Run the deepest of these cycles in a separate session and, where ``info.warms_by_rows``, a pass of every number
+    of rows that a cycle has, and an MTP pass of every length that may follow it.
 
-    The first pass of each row count is slow: a backend may record it, and weights may still have to be read from disk.
-    That would distort a short generation and the timings of a policy.
+    A slow first pass would distort a short generation and the timings of a policy.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if not allowed:
         return
     measured = _Measured(lm, 1)
-    for depth in allowed:
+    by_rows = lm.info.warms_by_rows
+    for depth in allowed if by_rows else ():
         measured.verify(depth + 1)
     measured.cycle(max(allowed), keep=False)
-    if lm.drafter.needs.mtp:
+    if by_rows and lm.drafter.needs.mtp:
         with calling(("target", lm.info.family), "prefill_mtp"):
             _warm_up_head(lm.target, max(allowed) + 1)
 

@@ -217,6 +217,7 @@ def build_target(
         mtp_layers=family.mtp_layers,
         max_rows=offers.max_rows,
         batch_rows=offers.batch_rows,
+        warms_by_rows=offers.warms_by_rows,
         parity=offers.parity,
         parity_reason=offers.parity_reason,
         kernels=offers.kernels,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay, warm_up
 from specdec.errors import UnsupportedError
 from specdec.records import machine
 from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
@@ -43,6 +43,17 @@ def test_as_many_sequences_as_pay(folder, demo, row, sequences):
     table = CostTable(verify={1: 1.0, 8: 1.0 + 7 * row}, draft={0: 0.0}, commit=0.0)
     write_costs(cost_identity(demo).path(), table, cost_identity(demo))
     assert sequences_that_pay(demo) == sequences
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_every_number_of_rows_is_warmed_up_where_it_matters(demo, monkeypatch, by_rows):
+    target, rows = demo.target, []
+    decode = target.decode
+    monkeypatch.setattr(target, "info", attrs.evolve(target.info, warms_by_rows=by_rows))
+    monkeypatch.setattr(target, "decode", lambda state, tokens: rows.append(len(tokens)) or decode(state, tokens))
+    warm_up(demo, range(4))
+    assert max(rows) == 4
+    assert ({1, 2, 3} <= set(rows)) is by_rows
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

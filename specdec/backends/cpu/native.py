@@ -91,6 +91,7 @@ class NativeOps(ReferenceOps):
             kernels=kernels.description,
             parity=Parity.BITWISE,
             batch_rows=BATCH_ROWS,
+            warms_by_rows=False,
             packed_formats=FORMATS,
             parity_reason="every output has its own accumulators, filled in an order that only its length sets",
         )

@@ -32,7 +32,6 @@ HEADER, MAX_GROUP, COLUMNS = 512, 128, 8  # kernels/packed.h; columns of a word,
 _INNER, _OUTER = 1, 2
 _NIBBLES, _INTEGERS, _HALVES, _E4M3, _FIVES, _SIXES = range(6)
 _SPLIT = {32: (_FIVES, 32), 64: (_SIXES, 16)}  # by number of values: the kind, and its columns per step
-_ROWS = 4096  # of codes, searched at once
 _SIDES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _MAGNITUDES = {
     _INTEGERS: torch.arange(128, dtype=torch.float32),
@@ -89,6 +88,7 @@ class Packer:
         self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppppiiipi", threads=threads)
         self._pack_blocks = Kernel(kernels, "pack_blocks", "ppiippi", threads=threads)
         self._is_file = kernels.function("is_file", "pi", ctypes.c_int64)
+        self._holds_byte = Kernel(kernels, "holds_byte", "piiii", threads=threads, result=ctypes.c_int64)
         self._pack_rows = Kernel(kernels, "pack_rows", "ppp", threads=threads)
 
     def pack(self, matrix: StoredMatrix) -> Tensor | None:
@@ -101,7 +101,7 @@ class Packer:
         if isinstance(matrix.parts, RowParts):
             return self._packed_blocks(matrix, matrix.parts)
         codes = matrix.parts["codes"]
-        translated = _translated(_used(matrix.values, codes), group)
+        translated = _translated(self._used(matrix.values, codes), group)
         if translated is None:
             return None
         scale, unit = matrix.parts["scale"], matrix.parts.get("scale_unit")
@@ -142,7 +142,7 @@ class Packer:
         blocks, sides = rows.view(-1, block.bytes), torch.int8
         if block.values == block.group:
             sides = torch.float16 if block.floats else torch.bfloat16  # a power of two
-        translated = _translated(_used(matrix.values, blocks[:, 2:]), block.group)
+        translated = _translated(self._used(matrix.values, blocks[:, 2:]), block.group)
         if translated is None:
             return None
         header = self._header(matrix, translated, block.group, sides)
@@ -178,6 +178,15 @@ class Packer:
         narrow = translated.values.to(torch.bfloat16).view(torch.uint16).tolist()
         header.values[: len(narrow)] = narrow
         return header
+
+    def _used(self, values: Tensor, codes: Tensor) -> Tensor:
+        """The values of the codes. Without -128, which symmetric quantisers avoid, int8 needs no offset."""
+        at, stored = int(values.argmin()), codes.view(torch.uint8)
+        if values[at] != -128 or self._holds_byte(stored.data_ptr(), *stored.shape, stored.stride(0), at):
+            return values
+        values = values.clone()
+        values[at] = -127
+        return values
 
     def _in_file(self, stored: Tensor) -> bool:
         """Whether its pages can be released, so that the weights are resident once."""
@@ -216,16 +225,6 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether all values are finite numbers of this dtype."""
     narrow = values.to(dtype).to(torch.float32)
     return bool(((narrow == values.to(torch.float32)) & narrow.isfinite()).all())
-
-
-def _used(values: Tensor, codes: Tensor) -> Tensor:
-    """The values of the codes. Without -128, which symmetric quantisers avoid, int8 needs no offset."""
-    at = int(values.argmin())
-    if values[at] != -128 or any(bool((some.view(torch.uint8) == at).any()) for some in torch.split(codes, _ROWS)):
-        return values
-    values = values.clone()
-    values[at] = -127
-    return values
 
 
 def _translated(values: Tensor, group: int) -> _Codes | None:

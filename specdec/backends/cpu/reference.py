@@ -52,6 +52,7 @@ class ReferenceOps(Ops):
             "bulk, so that another chunking of a prompt may round differently",
             max_rows=MAX_ROWS,
             batch_rows=MAX_ROWS,
+            warms_by_rows=False,
             packed_formats=frozenset(self.int8),
             slow=True,
         )

@@ -28,6 +28,7 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.checkpoints import StoredWeights
 from specdec.checkpoints.opening import open_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, rounded
+from specdec.checkpoints.quantised.stored import RowParts
 from tests.backends.cpu.test_native_ops import TINY, U, assert_same_bits, assert_within, draw
 from tests.checkpoints.gguf_files import random_blocks
 from tests.checkpoints.quantised import mlx_layout
@@ -266,6 +267,19 @@ def test_the_largest_sums_of_integers_are_exact(int8_ops, tmp_path, name, code, 
     x = torch.full((3, matrix.shape[1]), float(largest)).to(ops.dtype)
     got = torch.from_numpy(ops.head(x, ops.weight(matrix)).rows())
     assert torch.equal(got.double(), x.double() @ meaning(matrix)[0].T)
+
+
+@pytest.mark.parametrize("row", [0, 63, 64, 76])
+@pytest.mark.parametrize("byte", [2, 33, 34 * 3 - 1])  # of a row: the first code, the last of a block, and of all
+def test_a_single_lowest_code_is_kept(ops, tmp_path, row, byte):
+    """Catches: -128 taken for -127, which stands for it where no code is -128."""
+    matrix = matrix_of("Q8_0", 77, 3, 0, tmp_path, ops.dtype)
+    rows = matrix.parts.rows.clone()
+    codes = rows.view(77, 3, 34)[:, :, 2:]
+    codes[codes == 128] = 129
+    rows[row, byte] = 128
+    matrix = attrs.evolve(matrix, parts=RowParts(rows, matrix.parts.block, matrix.parts._unpack))
+    assert_same_bits(ops.to_host(ops.weight(matrix)), matrix.decode())
 
 
 def test_rows_of_a_table_are_the_decoded_ones(ops, tmp_path):

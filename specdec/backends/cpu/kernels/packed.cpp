@@ -3,6 +3,7 @@
 #include "packed.h"
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 
 #include "team.h"
@@ -589,6 +590,18 @@ using namespace specdec;
 EXPORT int64_t packed_bytes(const void* header) {
     const Packed& w = *(const Packed*)header;
     return HEADER + (w.n + FEATURES - 1) / FEATURES * w.panel_bytes();
+}
+
+// Whether a byte is among rows of `bytes` bytes, `row_bytes` apart.
+EXPORT int64_t holds_byte(const uint8_t* from, int64_t rows, int64_t bytes, int64_t row_bytes, int64_t byte,
+                          int64_t threads) {
+    constexpr int64_t AT_ONCE = 64;
+    std::atomic<bool> found{false};
+    for_blocks((int)threads, (rows + AT_ONCE - 1) / AT_ONCE, [&](int64_t i) {
+        for (int64_t row = i * AT_ONCE; row < std::min((i + 1) * AT_ONCE, rows) && !found; ++row)
+            if (std::memchr(from + row * row_bytes, (int)byte, bytes)) found = true;
+    });
+    return found;
 }
 
 // Packs rows of codes, each a stream of `bits` bits per column, lowest bits first, `row_bytes` bytes apart.
