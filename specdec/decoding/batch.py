@@ -59,6 +59,8 @@ class Batch:
         if self._prompts:
             self._oldest = not self._oldest
         chosen = next(iter(self._prompts if self._oldest else sorted(self._prompts, key=lambda one: one.waiting)), None)
+        if chosen is not None:
+            chosen.shared = len(self.running) > 1
         going = [s for s in self.running if s not in self._prompts or s is chosen or s.stopping]
         while going:
             drafts: dict[Stream, PassRequest] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +18,7 @@ from specdec.registry import Kind, calling, reason
 log = get_logger(__name__)
 
 PREFILL_CHUNK = 512  # prompt tokens between two checks of the stop flag
+SHARED_CHUNK = 64  # likewise while other generations wait, on targets that promise so many rows the bits of single ones
 PREFILL_TAIL = 8  # the last tokens of a prompt run as a separate chunk
 """A recurrent state can only rewind to the end of a prefill chunk. The next prompt of a conversation often differs from
 this one in its last few tokens (the template changes the start of the answer), so a chunk ends before them."""
@@ -110,12 +111,15 @@ def prefill(sequence: LiveSequence, stats: RunStats) -> None:
         pass
 
 
-def prefill_chunks(sequence: LiveSequence, stats: RunStats) -> Iterator[None]:
-    """``prefill`` chunk by chunk: yields after each one."""
+def prefill_chunks(
+    sequence: LiveSequence, stats: RunStats, shared: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """``prefill`` chunk by chunk: yields after each one. ``shared``: whether others wait for the next one."""
     tokens, end = sequence.tokens, len(sequence.tokens) - 1
+    least = min(PREFILL_CHUNK, SHARED_CHUNK if sequence.target.info.batch_rows >= SHARED_CHUNK else PREFILL_CHUNK)
     while sequence.state.length < end:
         started, at = perf_counter(), sequence.state.length
-        chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
+        chunk = tokens[at : min(at + (least if shared() else PREFILL_CHUNK), end)]
         if at + len(chunk) == end and len(chunk) > 2 * PREFILL_TAIL:
             del chunk[-PREFILL_TAIL:]
         with sequence.changing():

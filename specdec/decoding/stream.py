@@ -62,6 +62,7 @@ class Stream:
         settings: the generation settings in force.
         on_cycle: called with the record of every cycle; assign it before reading the first text.
         prediction: what is drafted from before the drafter is asked; likewise.
+        shared: whether other generations wait for a chunk of its prompt.
         stopping: whether ``stop`` was called.
         failed: whether an error ended it; an interruption is none.
     """
@@ -95,7 +96,7 @@ class Stream:
         self._reason: str | None = None
         self._result: Result | None = None
         self.on_cycle: Callable[[CycleRecord], object] = lambda record: None
-        self.stopping = self.failed = False
+        self.shared = self.stopping = self.failed = False
         self._steps = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -216,7 +217,7 @@ class Stream:
         policy = lm.depth.make()
         sequence.context.depth_of = policy.depth_of if self._depth is None else same_depth
         started = perf_counter()
-        for _ in () if self.stopping else prefill_chunks(sequence, stats):
+        for _ in () if self.stopping else prefill_chunks(sequence, stats, lambda: self.shared):
             yield ""
             if self.stopping:
                 break

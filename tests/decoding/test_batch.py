@@ -272,7 +272,7 @@ def test_a_failure_of_one_leaves_the_others_alone(small):
 
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(small, monkeypatch):
-    monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("specdec.decoding.sequence.SHARED_CHUNK", 8)
     lm = small()
     running, other = Batch(), lm.stream([1, 2], max_new_tokens=30, depth=0)
     running.add(other)
@@ -285,6 +285,21 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_most(small, monkeypatch):
         running.tick()
         assert len(other._sequence.tokens) == before + 1
         assert sum(s._stats.prefilled for s in running.running) <= prefilled + 8
+
+
+@pytest.mark.parametrize(("rows", "others", "left"), [(8, 1, 51), (7, 1, 8), (8, 0, 8)])
+def test_chunks_are_small_only_for_others_and_where_bits_allow(small, monkeypatch, rows, others, left):
+    """A target that promises nothing for so many rows may round a prompt in other chunks differently."""
+    monkeypatch.setattr("specdec.decoding.sequence.SHARED_CHUNK", 8)
+    lm, running = small(), Batch()
+    monkeypatch.setattr(lm.target, "info", attrs.evolve(lm.target.info, batch_rows=rows))
+    for _ in range(others):
+        running.add(lm.stream([1], max_new_tokens=30, ignore_eos=True, depth=0))
+        running.tick()
+    long = lm.stream(list(range(60)), max_new_tokens=4)
+    running.add(long)
+    running.tick()
+    assert long.waiting == left
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(small, monkeypatch):
@@ -310,7 +325,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(small, monkeypatch):
 @pytest.mark.parametrize("idle", [1, 2])
 def test_only_chunks_of_prompts_change_whose_turn_it_is(small, monkeypatch, idle):
     """The oldest had the last one; the shortest has the next one, however long no prompt waited meanwhile."""
-    monkeypatch.setattr("specdec.decoding.sequence.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("specdec.decoding.sequence.SHARED_CHUNK", 8)
     lm, running = small(), Batch()
     running.add(lm.stream([1, 2], max_new_tokens=30, ignore_eos=True, depth=0))
     for _ in range(1 + idle):
