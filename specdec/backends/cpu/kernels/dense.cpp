@@ -15,6 +15,7 @@
 #include "packed.h"
 #include "panels.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace specdec {
 
@@ -88,6 +89,13 @@ void panel_products(const PanelRows<T>& x, int64_t first_row, int64_t rows, int6
     const int64_t words = k / P::PER_WORD, panel_bytes = FEATURES * words * WORD;
     const char* panel = reinterpret_cast<const char*>(w);
     const auto* from = x.data + first_row * x.stride;
+#ifdef SPECDEC_TILES
+    if constexpr (std::is_same_v<T, bf16>) {
+        for (int64_t f = 0; f < n; f += FEATURES, panel += panel_bytes)
+            panel_by_tiles(panel, words, from, x.stride, rows, out + f, BLOCK, first_row ? 0 : PANEL_AHEAD);
+        return;
+    }
+#endif
     const auto tiles = [&](auto run) {  // run(first row, rows) for every tile of rows
         for (int64_t m = 0; m < rows;) {
             const int64_t tile = panel_rows(rows - m);
