@@ -55,6 +55,12 @@ template <bool MORE> INLINE void add_words(const char* words, const char* x, int
 template <bool MORE>
 INLINE void add_panel(const char* panel, int64_t words, const char* x, int64_t x_stride, int64_t rows, int64_t ahead) {
     constexpr int64_t STEP = TILE_WORDS * PANEL_WORD, LINE = 64;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (MORE) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     int64_t i = 0;
     for (; i + TILE_WORDS <= words; i += TILE_WORDS, panel += STEP, x += TILE_BYTES) {
         if (ahead)
@@ -70,21 +76,25 @@ INLINE void add_panel(const char* panel, int64_t words, const char* x, int64_t x
     add_words<MORE>(some, last, TILE_BYTES);
 }
 
-// out[m * out_stride + f] = w_f . x_m for the rows of a panel. `ahead`: bytes; prefetches later weights.
-inline void panel_by_tiles(const char* panel, int64_t words, const bf16* x, int64_t x_stride, int64_t rows, float* out,
-                           int64_t out_stride, int64_t ahead) {
+// out[m * out_stride + f] = w_f . x_m for `n` features, from the first of a panel. `ahead`: bytes; prefetches later weights.
+inline void products_by_tiles(const char* panel, int64_t words, int64_t n, const bf16* x, int64_t x_stride, int64_t rows,
+                              float* out, int64_t out_stride, int64_t ahead) {
     const int64_t out_bytes = out_stride * (int64_t)sizeof(float), x_bytes = x_stride * (int64_t)sizeof(bf16);
-    for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS, x += 2 * TILE_ROWS * x_stride, out += 2 * TILE_ROWS * out_stride) {
+    for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS) {
         const int64_t own = std::min(rows - m, 2 * TILE_ROWS), first = std::min(own, TILE_ROWS);
+        const auto run = own > TILE_ROWS ? add_panel<true> : add_panel<false>;
         set_tiles(first, own - first);
         written();
-        const auto run = own > TILE_ROWS ? add_panel<true> : add_panel<false>;
-        run(panel, words, reinterpret_cast<const char*>(x), x_bytes, own, m ? 0 : ahead);
-        _tile_stored(0, out, out_bytes);
-        _tile_stored(1, out + TILE_ROWS, out_bytes);
-        if (own > TILE_ROWS) {
-            _tile_stored(2, out + TILE_ROWS * out_stride, out_bytes);
-            _tile_stored(3, out + TILE_ROWS * out_stride + TILE_ROWS, out_bytes);
+        for (int64_t f = 0; f < n; f += FEATURES) {
+            run(panel + f * words * WORD, words, reinterpret_cast<const char*>(x + m * x_stride), x_bytes, own,
+                m ? 0 : ahead);
+            float* const to = out + m * out_stride + f;
+            _tile_stored(0, to, out_bytes);
+            _tile_stored(1, to + TILE_ROWS, out_bytes);
+            if (own > TILE_ROWS) {
+                _tile_stored(2, to + TILE_ROWS * out_stride, out_bytes);
+                _tile_stored(3, to + TILE_ROWS * out_stride + TILE_ROWS, out_bytes);
+            }
         }
     }
     _tile_release();
