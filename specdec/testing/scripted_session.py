@@ -28,7 +28,7 @@ from specdec.contract import (
     Verdict,
 )
 from specdec.errors import ContractError
-from specdec.registry.answers import checked_draft
+from specdec.registry import checked_draft
 from specdec.testing.checks import Faults
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory, TableModel
