@@ -50,6 +50,14 @@ settings.register_profile("nightly", max_examples=60, stateful_step_count=30, **
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes():
+    """Compile the CPU kernels before the workers start: each of them would compile them as well."""
+    from tests import tiny
+
+    tiny.kernels_available()
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()

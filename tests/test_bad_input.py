@@ -126,7 +126,6 @@ def lm(checkpoint):
         ("the", {"max_new_tokens": 0}, ["max_new_tokens", "0"]),
         ("the", {"stop": [""]}, ["stop", "one character"]),
         ("the", {"max_tokens": 5}, ["max_tokens", "max_new_tokens"]),
-        ("the", {"stop": "\ud800"}, ["stop", "without lone surrogates"]),
         ("the", {"min_new_tokens": 200}, ["min_new_tokens", "at most generation.max_new_tokens (128), got 200"]),
         ("the", {"logprobs": 100_000}, ["logprobs", "the size of the vocabulary (", "got 100000"]),
         ("the", {"depth": 99}, ["argument depth takes 0 to 15 draft tokens, got 99"]),

@@ -223,7 +223,7 @@ def _of_union(value: Any, members: Sequence[Any], files: bool) -> Any:
 
 def _collection(value: Any, origin: Any, inner: Sequence[Any], files: bool) -> Any:
     """Lists, tuples and sets, all from a TOML list."""
-    values = items_of(value, any_order=origin in _ANY_ORDER)
+    values = _items_of(value, origin in _ANY_ORDER)
     if origin is tuple and inner and inner[-1] is not ...:
         if len(values) != len(inner):
             raise Mismatch(f"a list of {len(inner)}", value)
@@ -236,7 +236,7 @@ def _collection(value: Any, origin: Any, inner: Sequence[Any], files: bool) -> A
     return origin(values) if origin in (tuple, frozenset, set) else values
 
 
-def items_of(value: Any, *, any_order: bool = False) -> list[Any]:
+def _items_of(value: Any, any_order: bool) -> list[Any]:
     """The items of a list, another sequence or a 1-d array; with ``any_order`` of a set or an iterator as well.
 
     Raises: Mismatch.
@@ -384,6 +384,11 @@ def _strict(field: attrs.Attribute[Any]) -> Any:
     return attrs.Converter(converted, takes_self=True, takes_field=True)
 
 
+def one_or_many(value: str | Sequence[str]) -> Sequence[str]:
+    """A converter of a field with several texts: one alone is a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
 # --- validators -------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +423,12 @@ def one_of(*choices: str) -> Validator:
             raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
 
     return check
+
+
+def filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
+    """An attrs validator: text of one character or more."""
+    if not value:
+        raise FieldError(owner, field.name, "text of one character or more", value)
 
 
 def each(validator: Validator) -> Validator:

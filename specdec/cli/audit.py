@@ -53,7 +53,7 @@ REQUEST = ("max_new_tokens", "temperature", "seed", "ignore_eos")
 @integer("--per-class", "Prompts per class (default 4 of specdec's own)")
 @integer("--batch", "Send N requests together, each beside a sampled one that is not judged", 1, high=256)
 @click.option(
-    "--timeout", type=Number(0.001, LARGEST), default=300, metavar="S", help="Seconds per response (default 300)."
+    "--timeout", type=Number(0.001, LARGEST), default=300, metavar="S", help="Seconds without a byte (default 300)."
 )
 @click.option("--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="Better as SPECDEC_API_KEY.")
 @max_new_tokens("Maximum new tokens.")

@@ -200,10 +200,12 @@ def sampling(report: Any) -> str:
 
 def environment(env: Environment) -> list[tuple[str, str]]:
     """Model and machine."""
-    load = "" if env.load_1min is None else f", load {env.load_1min:.2f}"
     return [
         ("model", f"{env.model}, {env.family}, {env.dtype} on {env.device}"),
-        ("machine", f"{env.processor}, {output.count(env.threads, 'thread')}{load}; specdec {env.specdec}"),
+        (
+            "machine",
+            f"{env.processor}, {output.count(env.threads, 'thread')}, load {env.load_1min:.2f}; specdec {env.specdec}",
+        ),
     ]
 
 

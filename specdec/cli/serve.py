@@ -14,7 +14,7 @@ from specdec.cli.measuring import plain_milliseconds
 from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model, refuse
 from specdec.config import RunConfig
 from specdec.errors import ConfigError, UnsupportedError, import_extra
-from specdec.serving.address import is_loopback
+from specdec.serving import is_loopback
 
 ANSWER_TOKENS = 1024
 _OWN_SETTINGS = ("queue", "parallel", "most_tokens", "most_prompt", "keep", "answers", "grace")

@@ -8,7 +8,17 @@ from typing import Any, TypedDict
 
 import attrs
 
-from specdec.checking import FieldError, Mismatch, between, checked_fields, items_of, known_fields, one_of
+from specdec.checking import (
+    FieldError,
+    Mismatch,
+    between,
+    checked_fields,
+    each,
+    filled,
+    known_fields,
+    one_of,
+    one_or_many,
+)
 from specdec.contract import BIASES, SEED, SamplingSettings
 from specdec.errors import ConfigError, cut, did_you_mean
 
@@ -18,32 +28,11 @@ def _source() -> Any:
     return attrs.field(default="", eq=False, repr=False, metadata={"key": False})
 
 
-def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
-    if not value:
-        raise FieldError(owner, field.name, "a name", value)
-
-
 def _model(value: str | os.PathLike[str]) -> str:
     """A path as text that is always read as a path: ``Path("demo")`` is a folder, "demo" the embedded model."""
     text: str = os.fspath(value) if isinstance(value, os.PathLike) else value
     explicit = not isinstance(value, os.PathLike) or os.path.isabs(text) or text.startswith((".", "~"))
     return text if explicit else os.path.join(os.curdir, text)
-
-
-def _one_or_many(value: str | Sequence[str]) -> Sequence[str]:
-    if isinstance(value, str):
-        return (value,)
-    try:
-        return items_of(value)
-    except Mismatch:
-        raise Mismatch("a string or a list of strings", value) from None
-
-
-def _stop_strings(owner: object, field: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
-    if not all(value):
-        raise FieldError(owner, field.name, "strings of one character or more", list(value))
-    if any("\ud800" <= character <= "\udfff" for text in value for character in text):
-        raise FieldError(owner, field.name, "valid Unicode, without lone surrogates", list(value))
 
 
 _INT32 = 2**31 - 1
@@ -53,7 +42,7 @@ _INT32 = 2**31 - 1
 class Choice:
     """A plugin by name, and its options as written; the plugin's own class validates them later."""
 
-    name: str = attrs.field(validator=_filled)
+    name: str = attrs.field(validator=filled)
     options: Mapping[str, Any] = attrs.field(factory=dict)
     source: str = _source()
 
@@ -85,17 +74,17 @@ class TargetConfig:
     """Which model to run, and where."""
 
     # a folder, a hub id, or "demo" (embedded); a pathlib.Path is a folder
-    model: str = attrs.field(default="demo", converter=_model, validator=_filled)
+    model: str = attrs.field(default="demo", converter=_model, validator=filled)
     revision: str | None = None  # a hub branch, tag or commit
     # a file or folder with the MTP head; None: the checkpoint's own, or mtp.safetensors beside the weights
-    mtp: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))
+    mtp: str | None = attrs.field(default=None, validator=attrs.validators.optional(filled))
     # hidden states that an MTP head reads: after the final norm, or before it; "auto": as its layout was trained
     mtp_states: str = attrs.field(default="auto", validator=one_of("auto", "normed", "residual"))
-    backend: str = attrs.field(default="auto", validator=_filled)
+    backend: str = attrs.field(default="auto", validator=filled)
     # as written; the backend's class validates them
     backend_options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, 256)))
-    instruction_set: str = attrs.field(default="auto", validator=_filled)
+    instruction_set: str = attrs.field(default="auto", validator=filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     # "decoded": quantised weights become dtype; "int8" and "int4" quantise plain ones at load
     weights: str = attrs.field(default="auto", validator=one_of("auto", "decoded", "int8", "int4"))
@@ -103,7 +92,7 @@ class TargetConfig:
     activations: str = attrs.field(default="auto", validator=one_of("auto", "float", "int8"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     # a folder, or "off"
-    decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))
+    decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(filled))
     source: str = _source()
 
 
@@ -115,7 +104,7 @@ class GenerationConfig(SamplingSettings):
     seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(SEED))  # None: drawn, and reported
     logit_bias: Mapping[str | int, float] = attrs.field(factory=dict, validator=BIASES)
     processors: tuple[Choice, ...] = ()  # [[generation.processors]] tables
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_stop_strings)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=one_or_many, validator=each(filled))
     ignore_eos: bool = False
 
 

@@ -262,7 +262,6 @@ class Session:
             self._stream = stream
         return stream
 
-    @checked(PromptError)
     def generate(self, prompt: Prompt | None = None, **settings: Unpack[CallSettings]) -> Result:
         """Run ``stream`` to the end and return its result. Takes the same arguments."""
         return self.stream(prompt, **settings).result
@@ -332,7 +331,6 @@ class LanguageModel(Parts):
             raise PromptError("template has the variables of the chat template, which a prompt does not go through")
         return self.session().stream(prompt, **settings)
 
-    @checked(PromptError)
     def generate(
         self,
         prompt: Prompt | None = None,

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from specdec.config import FieldError, TargetConfig, between, one_of
+from specdec.checking import between, filled, one_of
+from specdec.config import TargetConfig
 from specdec.contract import (
     EMPTY_DRAFT,
     Context,
@@ -39,19 +40,14 @@ from specdec.text import Tokenizer
 _SHOWN = 3  # examples in an error
 
 
-def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
-    if not value:
-        raise FieldError(owner, field.name, "a name", value)
-
-
 @attrs.frozen(kw_only=True)
 class DraftModelConfig:
     """The draft model, and how its tokens become the target's."""
 
     example: ClassVar[Mapping[str, Any]] = {"model": "table"}  # a small model of the conformance kit
 
-    model: str = attrs.field(validator=_filled)  # a folder, a hub id, or "demo" (embedded)
-    backend: str = attrs.field(default="auto", validator=_filled)
+    model: str = attrs.field(validator=filled)  # a folder, a hub id, or "demo" (embedded)
+    backend: str = attrs.field(default="auto", validator=filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     weights: str = attrs.field(default="auto", validator=one_of("auto", "decoded", "int8", "int4"))  # as target.weights
     activations: str = attrs.field(default="auto", validator=one_of("auto", "float", "int8"))  # as target.activations

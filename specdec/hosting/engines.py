@@ -12,14 +12,7 @@ from specdec.errors import UnsupportedError
 
 
 def host_info(
-    host: str,
-    vocab_size: int,
-    max_positions: int,
-    *,
-    hidden_size: int = 1,
-    layers: int = 0,
-    gives_hidden: bool = False,
-    max_rows: int = 129,
+    host: str, vocab_size: int, max_positions: int, *, hidden_size: int = 1, layers: int = 0, gives_hidden: bool = False
 ) -> ModelInfo:
     """Facts about a host's target. The defaults are those of a host that gives tokens only.
 
@@ -33,7 +26,7 @@ def host_info(
         mtp_layers=0,
         layers=layers,
         gives_hidden=gives_hidden,
-        max_rows=max_rows,
+        max_rows=129,
         parity=Parity.NUMERIC,
         parity_reason=f"{host} runs the passes",
         backend=host,

@@ -1,15 +1,10 @@
-"""Threads: a lock that a forked process finds free, and a call that is given up after a time."""
+"""A lock that a forked process finds free."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 class ForkSafeLock:
@@ -39,17 +34,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def within(call: Callable[[], T], seconds: float) -> T:
-    """``call()`` in a thread of its own, which is abandoned when the time is over. Raises: TimeoutError."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done.result(seconds)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
+import psutil
 import torch
 
 from specdec._version import __version__
@@ -27,7 +28,7 @@ def _command() -> str:
 
 @attrs.frozen(kw_only=True)
 class Environment:
-    """Machine, versions and model. Unknown values are None."""
+    """Machine, versions and model."""
 
     command: str = attrs.field(factory=_command)
     started: str = attrs.field(factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
@@ -39,9 +40,9 @@ class Environment:
     system: str = attrs.field(factory=machine.system)
     processor: str = attrs.field(factory=machine.processor)
     cores: int = attrs.field(factory=machine.cores)  # available to this process
-    memory_bytes: int | None = attrs.field(factory=lambda: machine.memory()[0])
+    memory_bytes: int = attrs.field(factory=lambda: machine.memory()[0])
     threads: int = attrs.field(factory=torch.get_num_threads)  # of torch and the native kernels
-    load_1min: float | None = attrs.field(factory=machine.load_1min)  # before the measurement
+    load_1min: float = attrs.field(factory=lambda: psutil.getloadavg()[0])  # before the measurement
     model: str
     family: str
     fingerprint: str
@@ -54,7 +55,7 @@ class Environment:
     @property
     def busy(self) -> bool:
         """Whether any programs used more than half a core in the minute before this record was made."""
-        return self.load_1min is not None and self.load_1min > 0.5
+        return self.load_1min > 0.5
 
 
 def current_environment(info: ModelInfo, model: str = "") -> Environment:

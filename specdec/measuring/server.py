@@ -18,7 +18,6 @@ import attrs
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError, did_you_mean, shown, typed
 from specdec.files.reading import parse_json
-from specdec.locks import within
 
 TOP = 5  # alternatives requested at every position; the most that OpenAI's completions give
 LARGEST = 2**25  # bytes of an answer
@@ -107,7 +106,7 @@ class ServerEngine:
         url: of the server, with or without ``/v1``.
         model: its name in requests; the server's only one if None.
         api_key: sent with requests; None for none.
-        timeout: seconds for a whole answer.
+        timeout: seconds that the server may send nothing.
 
     Raises: ConfigError for an invalid URL, or a model that is not served; UnsupportedError if the server cannot be
         reached, or does not speak the protocol.
@@ -173,16 +172,7 @@ class ServerEngine:
         )
 
     def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """The JSON of a response. Raises: UnsupportedError.
-
-        Waits for a thread: a server that sends a byte now and then lets no read time out, nor does ``100 Continue``.
-        """
-        try:
-            return within(lambda: self._exchange(path, body), self._timeout)
-        except TimeoutError:
-            raise self._late() from None
-
-    def _exchange(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        """The JSON of a response. Raises: UnsupportedError."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
@@ -199,7 +189,8 @@ class ServerEngine:
         except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             if isinstance(cause, TimeoutError):
-                raise self._late() from None
+                message = f"the server has not answered within {self._timeout:g} seconds"
+                raise self._error(message, try_="--timeout") from None
             text = getattr(cause, "strerror", None) or cause or type(cause).__name__
             raise self._error(
                 f"the server cannot be reached: {text}", try_=f"start it, or its address: {EXAMPLE}"
@@ -209,10 +200,6 @@ class ServerEngine:
 
     def _error(self, message: str, **facts: Any) -> UnsupportedError:
         return UnsupportedError(message, server=self._url, **facts)
-
-    def _late(self) -> UnsupportedError:
-        message = f"the server has not answered within {self._timeout:g} seconds"
-        return self._error(message, try_="--timeout")
 
 
 def _base(url: str) -> str:

@@ -57,11 +57,6 @@ def memory() -> tuple[int, int]:
     return found.total, found.available
 
 
-def load_1min() -> float:
-    """The 1-minute load average."""
-    return float(psutil.getloadavg()[0])
-
-
 def library_version(name: str) -> str | None:
     """The installed version of a distribution; None if it is not installed."""
     try:

@@ -1,7 +1,8 @@
-"""Plugins chosen by a configuration, ready to make what they register."""
+"""Plugins chosen by a configuration, ready to make what they register; and checks of what that returns."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any, ClassVar, Self
 
 import attrs
@@ -10,6 +11,7 @@ from specdec.config import Choice
 from specdec.contract import (
     DepthPolicy,
     DepthPolicySpec,
+    Draft,
     Drafter,
     DrafterEnv,
     DrafterSnapshot,
@@ -18,8 +20,10 @@ from specdec.contract import (
     Needs,
     PrepareEnv,
     State,
+    Verdict,
     Verifier,
 )
+from specdec.errors import ContractError, typed
 from specdec.registry.kinds import Kind
 from specdec.registry.lookup import calling, registry
 
@@ -96,3 +100,42 @@ def make_verifier(choice: Choice) -> Verifier:
         verifier: Verifier = spec.factory(options)
         verifier.guarantee  # noqa: B018 - a class without one is named here, not in the middle of a load
     return verifier
+
+
+# --- what drafters and verifiers return -------------------------------------------------------------------------------
+
+
+def checked_draft(draft: Draft, depth: int, vocab_size: int) -> tuple[Draft, str]:
+    """A draft of plain ints, cut to ``depth`` tokens and before the first id outside the vocabulary.
+
+    Returns it with the fault for which it was cut, or "".
+    Raises: ContractError for what is no Draft, or has ``probs`` of another shape.
+    """
+    if not isinstance(draft, Draft):
+        raise ContractError(f"propose returned {typed(draft)}", takes="a specdec.Draft")
+    tokens = tuple(map(operator.index, draft.tokens[:depth]))
+    probs, fault = draft.probs, "draft longer than asked for" if len(draft.tokens) > depth else ""
+    outside = next((place for place, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        tokens, fault = tokens[:outside], "draft token outside the vocabulary"
+    if probs is None:
+        return Draft(tokens, None, draft.drafter), fault
+    if len(probs) < len(tokens) or probs.shape[1:] != (vocab_size,):
+        raise ContractError(
+            f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
+            takes=f"probs of shape [K, {vocab_size}] and dtype float32, or None",
+        )
+    return Draft(tokens, probs[: len(tokens)], draft.drafter), fault
+
+
+def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:
+    """``verdict`` on a draft of ``drafted`` tokens, with plain numbers. Raises: ContractError when it is not one."""
+    if not isinstance(verdict, Verdict):
+        raise ContractError(f"verify returned {typed(verdict)}", takes="a specdec.Verdict")
+    accepted, token = operator.index(verdict.accepted), operator.index(verdict.next_token)
+    if not (0 <= accepted <= drafted and 0 <= token < vocab_size):
+        raise ContractError(
+            f"verify returned {typed(verdict)}",
+            takes=f"a Verdict with 0 to {drafted} accepted tokens and a next_token of 0 to {vocab_size - 1}",
+        )
+    return Verdict(accepted, token, tuple((operator.index(at), float(gap)) for at, gap in verdict.deviations))

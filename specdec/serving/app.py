@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result
 from specdec.logs import get_logger
-from specdec.serving.address import is_loopback
+from specdec.serving import is_loopback
 from specdec.serving.engine import Engine, Piece, Turn
 from specdec.serving.metrics import Metrics
 from specdec.serving.page import described, page, policy

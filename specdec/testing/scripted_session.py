@@ -28,7 +28,7 @@ from specdec.contract import (
     Verdict,
 )
 from specdec.errors import ContractError
-from specdec.registry.answers import checked_draft
+from specdec.registry import checked_draft
 from specdec.testing.checks import Faults
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory, TableModel
@@ -118,7 +118,7 @@ class ScriptedSession:
         for token in draft.tokens:
             note("D1", type(token) is int, "a token is no plain int", got=f"{token!r} of type {type(token).__name__}")
         try:
-            usable, fault = checked_draft(draft, depth, vocab, self.context())
+            usable, fault = checked_draft(draft, depth, vocab)
             note("D1", not fault, fault, got=draft.tokens, expected=f"{depth} tokens below {vocab}")
         except ContractError as error:
             note("D9", False, error.message, got=draft.probs)

@@ -7,7 +7,9 @@ import functools
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +21,6 @@ from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
 from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import parse_json, read_text
-from specdec.locks import within
 from specdec.text.chat_template import ChatTemplate, read_chat_templates, template_variables
 
 T = TypeVar("T")
@@ -340,8 +341,17 @@ def limited(call: Callable[[], T], seconds: float) -> T:
     abandoned. ``call`` must release the interpreter's lock, as ``encode_batch`` does and ``encode`` does not.
     Raises: ValueError, also when the time is over.
     """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(guarded(call))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     try:
-        return within(lambda: guarded(call), seconds)
+        return done.result(seconds)
     except TimeoutError:
         raise ValueError(f"it takes more than {seconds:.0f} seconds") from None
 

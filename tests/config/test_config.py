@@ -130,7 +130,7 @@ def test_a_file_that_is_no_toml_says_so(tmp_path, content, text):
         ("generation.max_new_tokens=0", "key generation.max_new_tokens takes 1 to 2147483647, got 0 (int)"),
         ("generation.seed=true", "key generation.seed takes an integer, got True (bool)"),
         ("generation.stop=x", "key generation.stop takes a list, got 'x' (str)"),
-        ("generation.stop=['']", "key generation.stop takes strings of one character or more"),
+        ("generation.stop=['']", "key generation.stop takes text of one character or more"),
         ("generation.stop=['x', 3]", "key generation.stop[1] takes a string, got 3 (int)"),
         ("target.dtype=bfloat61", "'bfloat16'"),
         ("target.revision=1234567", 'quotes around it: "1234567"'),
