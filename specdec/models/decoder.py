@@ -228,11 +228,10 @@ class Attention:
         if shape.growth is not None:
             q = ops.scale_by_position(q, *shape.growth, cache.length)
         q = self._placed(q, self.q_norm, cache)
+        k, v = self._entries(cache, *entries) if entries else (None, None)
         if not entries:
             mixed = ops.attend_cached(q, cache, scale=shape.scale)
-            return ops.linear(mixed, self.o_proj, residual)
-        k, v = self._entries(cache, *entries)
-        if first is None and causal:
+        elif first is None and causal:
             mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
         else:
             mixed = ops.attend_from(q, k, v, cache, scale=shape.scale, first=first or [0] * rows, causal=causal)
