@@ -49,7 +49,9 @@ def gemma4(layers, interval, **sizes):
     kinds = ["full_attention" if (i + 1) % interval == 0 else "sliding_attention" for i in range(layers)]
     small = {"attention_k_eq_v": False, "hidden_size_per_layer_input": 256, "sliding_window": 512}
     heads = {"num_attention_heads": 8, "num_hidden_layers": layers, "layer_types": kinds}
-    return CONFIGS["GEMMA_4_31B"] | small | heads | sizes
+    tokens = {"eoa_token_id": 258883, "eoa_token_index": 258883, "vision_soft_tokens_per_image": 280}
+    towers = {"vision_config": {"hidden_size": 768}, "audio_config": {"hidden_size": 1024}}
+    return {"model_type": "gemma4", "text_config": CONFIGS["GEMMA_4_31B"] | small | heads | sizes, **towers, **tokens}
 
 
 # name: config, billions of parameters without MTP as published (three decimals), millions of the MTP head
