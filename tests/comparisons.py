@@ -95,9 +95,9 @@ _INTRODUCTION = """\
 
 What specdec reads, and what it was compared with. This page is written by the tests (see `tests/comparisons.py`).
 Models of other families run [through transformers](how-to/run-any-transformers-model.md). Qwen3.8 has the layout of
-`qwen3_5`; Qwen3.8-Flash-Next (`qwen4_exp`) is another architecture and is not read. Gemma 4's dense models (31B) are
-read; those with embeddings for every layer, shared keys and values (E2B, E4B) or experts (26B-A4B) are refused by the
-key of `config.json` that says so, and its assistants are not drafters yet.
+`qwen3_5`; Qwen3.8-Flash-Next (`qwen4_exp`) is another architecture and is not read. Gemma 4's dense models (31B,
+E4B, E2B) are read, the text part of them; those with experts (26B-A4B) are refused by the key of `config.json` that
+says so, and its assistants are not drafters yet.
 """
 _DIFFERENCE = """\
 The checkpoints are small, with random weights in the published layouts. A difference is

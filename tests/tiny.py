@@ -224,11 +224,12 @@ def write_llama(
     shards: int = 1,
     logit_spread: float = 3.0,
     edit: Callable[[_Draw, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
+    more: Callable[[_Draw], dict[str, torch.Tensor]] | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
     """A Llama 3 checkpoint; as ``model_type`` "qwen2" q, k and v have biases, as "qwen3" q and k have norms.
 
-    Families like it ``edit`` the tensors of a layer, and have other ``keys`` in the config.
+    Families like it ``edit`` the tensors of a layer, have ``more`` beside them, and other ``keys`` in the config.
     """
     draw = _Draw(seed)
     tensors = {"model.embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
@@ -240,6 +241,8 @@ def write_llama(
         tensors |= _under(f"model.layers.{i}.", edit(draw, layer) if edit else layer)
     if not tied:
         tensors["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
+    if more is not None:
+        tensors |= _under("model.", more(draw))
     config = {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,

@@ -189,19 +189,41 @@ def _writer(family: str) -> Callable[..., pathlib.Path]:
 def write_gemma4(
     folder: pathlib.Path, *, layer_types: Sequence[str], keys: Mapping[str, Any] | None = None, **settings: Any
 ) -> pathlib.Path:
-    """A Gemma 4 checkpoint: layers without a window have other heads, and maybe no values of their own."""
-    keys, kinds = {**GEMMA4_KEYS, "layer_types": layer_types, **(keys or {})}, iter(layer_types)
+    """A Gemma 4 checkpoint: layers without a window have other heads, and maybe no values of their own.
+
+    The small variants have embeddings of every layer, and layers that read the keys and values of others: some of these
+    have some of their own in the files, which nobody reads.
+    """
+    keys, kinds = {**GEMMA4_KEYS, "layer_types": layer_types, **(keys or {})}, enumerate(layer_types)
+    size, own = keys["hidden_size_per_layer_input"], len(layer_types) - keys.get("num_kv_shared_layers", 0)
 
     def edit(draw: _Draw, layer: Tensors) -> Tensors:
         layer = _gemma3_layer(draw, layer) | {"layer_scalar": draw.normal(1, mean=0.8, std=0.2)}
-        if next(kinds) == "full_attention":
-            hidden, rows = layer["self_attn.o_proj.weight"].shape
+        (number, kind), (hidden, rows) = next(kinds), layer["self_attn.o_proj.weight"].shape
+        if kind == "full_attention":
             layer |= plain_attention(draw, hidden, rows // 12, 1, 20, bias=False, normed=True)
             if keys["attention_k_eq_v"]:
                 del layer["self_attn.v_proj.weight"]
+        if number >= own and number % 2:
+            layer = {name: one for name, one in layer.items() if not name.startswith(("self_attn.k", "self_attn.v"))}
+        if number >= own and keys.get("use_double_wide_mlp"):
+            layer |= _mlp(draw, hidden, 2 * len(layer["mlp.up_proj.weight"]))
+        if size:
+            layer["per_layer_input_gate.weight"] = draw.matrix(size, hidden, 1.5)
+            layer["per_layer_projection.weight"] = draw.matrix(hidden, size, 1.5)
+            layer = _with_norms(draw, layer, "post_per_layer_input_norm")
         return layer
 
+    def more(draw: _Draw) -> Tensors:
+        wide, hidden = size * len(layer_types), settings.get("hidden", 48)
+        return {
+            "embed_tokens_per_layer.weight": draw.matrix(keys["vocab_size_per_layer_input"], wide, size**-0.5),
+            "per_layer_model_projection.weight": draw.matrix(wide, hidden, 0.02),  # so small that eps counts
+            "per_layer_projection_norm.weight": draw.normal(size, mean=1.2, std=0.4),
+        }
+
     usual = {"model_type": "gemma4_text", "edit": edit, "layers": len(layer_types), "logit_spread": 0.5}
+    usual["more"] = more if size else None
     return write_llama(folder, **usual, **settings, keys=keys)
 
 
@@ -453,6 +475,27 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma4": {
         "released": shape(layer_types=["sliding_attention", "full_attention"] * 2, keys={"sliding_window": 7}),
+        "small": shape(
+            "seed=7",
+            layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            keys={
+                "sliding_window": 7,
+                "hidden_size_per_layer_input": 10,
+                "vocab_size_per_layer_input": 280,
+                "num_kv_shared_layers": 3,
+                "use_double_wide_mlp": True,
+            },
+        ),
+        "inputs-alone": shape(
+            "hidden=36 heads=3 kv_heads=3",
+            layer_types=["sliding_attention", "full_attention"],
+            keys={"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 277, "sliding_window": 40},
+        ),
+        "shared-alone": shape(
+            "kv_heads=1",
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            keys={"attention_k_eq_v": False, "num_kv_shared_layers": 1, "sliding_window": 3},
+        ),
         "as-transformers-writes": shape(
             "hidden=36 kv_heads=4",
             layer_types=["full_attention", "sliding_attention", "full_attention"],

@@ -19,6 +19,7 @@ _ROWS = {  # operation -> its arguments with a row per token
     "add_positions": ("x",),
     "append": ("k", "v"),
     "attend": ("q", "k", "v", "gate"),
+    "attend_cached": ("q",),
     "attend_latent": ("q", "row"),
     "conv_window": ("x",),
     "gated_delta": ("u", "a", "b"),

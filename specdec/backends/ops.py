@@ -225,6 +225,10 @@ class Ops(abc.ABC):
         are tensors, or all are ``StoredMatrix`` of one layout in ``packed_formats``."""
         return tuple(self.weight(tensor) for tensor in tensors)
 
+    def table(self, tensor: Array) -> Array:
+        """``weight`` of a table that is only looked up in (``embed``), which a backend may leave in its file."""
+        return self.weight(tensor)
+
     @abc.abstractmethod
     def to_host(self, array: Array) -> Tensor:
         """Copy an array of this backend to a torch tensor on the host, of the same dtype.
@@ -344,6 +348,10 @@ class Ops(abc.ABC):
         """``a + b`` of two activations ``[T, H]``, rounded once."""
         return a + b
 
+    def multiply(self, a: Array, b: Array) -> Array:
+        """``a * b`` of the elements of two activations ``[T, H]``, rounded once."""
+        return a * b
+
     def add_positions(self, x: Array, table: Array, position: int) -> Array:
         """Add learned position embeddings to ``x [T, H]``: row t gets ``table[position + t]``, of ``table [P, H]``."""
         return self.add(x, self.embed(table, range(position, position + x.shape[0])))
@@ -430,6 +438,13 @@ class Ops(abc.ABC):
         nobody reads. By default ``attend`` with the keys as queries.
         """
         self.attend(k, k, v, cache, scale=1.0)
+
+    def attend_cached(self, q: Array, cache: KVCache, *, scale: float) -> Array:
+        """``attend`` with q ``[T, nq, D]`` once the cache holds the keys and values of these T rows: ``[T, nq * D]``.
+
+        For layers that read what an earlier layer has appended. Source: Brandon et al. 2024, arXiv:2405.12981.
+        """
+        raise self._lacks("attend_cached")
 
     def attend_from(
         self, q: Array, k: Array, v: Array, cache: KVCache, *, scale: float, first: Sequence[int], causal: bool = True

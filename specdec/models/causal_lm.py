@@ -12,7 +12,7 @@ import torch
 
 from specdec.backends.caches import Batched
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import Body, Pass, Passes
+from specdec.backends.passes import Body, EagerPass, Pass, Passes
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -53,6 +53,8 @@ class DecoderModel:
     embed_scale: float = 1.0  # multiplies embeddings; ``CausalLM`` rounds it to their dtype
     positions: Array | None = None  # [P, H], learned position embeddings; None where attention knows the positions
     layers: tuple[Layer, ...]
+    shared: tuple[int, ...] = ()  # the layers whose caches the last layers read, which have none of their own
+    layer_inputs: Callable[[Array, Sequence[int]], Sequence[tuple[Array]]] | None = None  # see ``inputs``
     norm: Norm
     lm_head: Array  # [V, H]; embed_tokens itself if tied
     logit_scale: float = 1.0  # multiplies logits
@@ -70,6 +72,10 @@ class DecoderModel:
             x = self.ops.scale(x, self.embed_scale)
         return x if self.positions is None else self.ops.add_positions(x, self.positions, position)
 
+    def inputs(self, x: Array, tokens: Sequence[int]) -> Sequence[tuple[Array, ...]]:
+        """What each layer takes beside the residual stream and its cache, from the stream that enters the first."""
+        return [()] * len(self.layers) if self.layer_inputs is None else self.layer_inputs(x, tokens)
+
     def logits(self, x: Array) -> Logits:
         """The logits of states after the final norm ``[T, H]``."""
         logits = self.ops.head(x if self.logit_scale == 1.0 else self.ops.scale(x, self.logit_scale), self.lm_head)
@@ -77,7 +83,7 @@ class DecoderModel:
 
 
 class SequenceState(State):
-    """The caches of one sequence: one per layer, and the MTP head's if ``needs`` asks for it."""
+    """The caches of one sequence: one per layer that has one, and the MTP head's if ``needs`` asks for it."""
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class SequenceState(State):
         self.caches = caches
         self.mtp = mtp  # true pairs; chained entries follow them until the next true pair
         self.target_pass = target
+        self.prefill_pass = target  # or one whose output nobody reads
         self.mtp_pass = head
         self.later = later  # None for a head of one module
         self.boundaries = boundaries  # whose states the target's passes return beside the one after the final norm
@@ -125,7 +132,7 @@ class CausalLM(ForwardPass):
             info,
             mtp_layers=mtp_layers,
             layers=len(model.layers),
-            pass_weights=weights_of((model.layers, model.lm_head)),
+            pass_weights=weights_of((model.layers, model.layer_inputs, model.lm_head)),
             mtp_weights=0 if model.mtp is None else weights_of(model.mtp),
         )
         if model.embed_scale != 1.0:
@@ -171,7 +178,11 @@ class CausalLM(ForwardPass):
         if rest:
             passes = [passes.bind([cache]) for passes, cache in zip(self._later_passes, rest, strict=True)]
             later = LaterModules(passes, rest)
-        return SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later)
+        state = SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later)
+        if self.model.shared and not (needs.hidden or needs.mtp):  # nobody reads what layers without a cache put out
+            filling = attrs.evolve(self.model, layers=self.model.layers[: len(caches)], shared=())
+            state.prefill_pass = EagerPass(functools.partial(_run_layers, filling, ()), caches)
+        return state
 
     def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
         free = self.ops.free_bytes()
@@ -191,7 +202,8 @@ class CausalLM(ForwardPass):
         return sum(cache.nbytes() for cache in caches)
 
     def _new_caches(self, capacity: int) -> list[Cache]:
-        return [layer.new_cache(capacity) for layer in self.model.layers]
+        own = len(self.model.layers) - len(self.model.shared)
+        return [layer.new_cache(capacity) for layer in self.model.layers[:own]]
 
     def _new_mtp_caches(self, capacity: int) -> list[Any]:
         """Empty caches of the MTP modules. Chained draft steps follow the true pairs, so they are slightly longer."""
@@ -231,8 +243,8 @@ class CausalLM(ForwardPass):
         for at in range(0, len(tokens), PREFILL_ROWS):
             chunk = tokens[at : at + PREFILL_ROWS]
             before = state.length
-            x = state.target_pass.run(chunk)
-            state.target_pass.commit(len(chunk))
+            x = state.prefill_pass.run(chunk)
+            state.prefill_pass.commit(len(chunk))
             self._add_pairs(state, chunk, x, before)
             self.feed_mtp(state)
             if state.needs.hidden:
@@ -731,8 +743,9 @@ def _run_layers(
 ) -> Array:
     x = model.embed(tokens, caches[0].length)
     taken = [x] if 0 in boundaries else []
-    for k, (layer, cache) in enumerate(zip(model.layers, caches, strict=True), start=1):
-        x = layer(x, cache)
+    read = [*caches, *(caches[number] for number in model.shared)]
+    for k, (layer, cache, own) in enumerate(zip(model.layers, read, model.inputs(x, tokens), strict=False), start=1):
+        x = layer(x, cache, *own)
         if k in boundaries:
             taken.append(x)
     x = model.norm(x)

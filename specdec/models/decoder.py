@@ -7,7 +7,7 @@ operation as it is: it cannot be calculated with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Self
 
 import attrs
@@ -130,8 +130,8 @@ class Attention:
     shape: AttentionShape
     eps: float
     q_proj: Array
-    k_proj: Array
-    v_proj: Array | None  # None: ``shape.keys_as_values``
+    k_proj: Array | None  # None: keys and values are those of an earlier layer, which the cache holds already
+    v_proj: Array | None  # None: likewise, or ``shape.keys_as_values``
     o_proj: Array
     q_norm: Array | None
     k_norm: Array | None
@@ -151,6 +151,7 @@ class Attention:
         plus: float = 0.0,
         width: int | None = None,
         fused: bool = False,
+        reads: bool = False,
     ) -> Self:
         """Build from the weights under ``self_attn.``.
 
@@ -159,6 +160,7 @@ class Attention:
             plus: added to its norms.
             width: that of x if not H.
             fused: q, k and v are rows of one weight, ``qkv_proj``, also without a checkpoint to show it.
+            reads: it has no keys and values of its own.
 
         Raises: CheckpointError if the query heads are not a multiple of the key heads.
         """
@@ -169,18 +171,18 @@ class Attention:
             )
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
-        if shape.keys_as_values:
-            del sizes["v"]
+        for name in "kv" if reads else "v" * shape.keys_as_values:
+            del sizes[name]
 
         def projections(kind: str, *columns: int) -> list[Array]:
             if fused or f"qkv_proj.{kind}" in weights:
                 return weights.split(f"qkv_proj.{kind}", tuple(sizes.values()), *columns)
             return [weights.matrix(f"{name}_proj.{kind}", (size, *columns)) for name, size in sizes.items()]
 
-        q, k, *v = projections("weight", width or hidden)
+        q, k, v, *_ = *projections("weight", width or hidden), None, None
         normed = {"": None, "heads": (dim, dim), "whole": (mixed, kv)}[shape.normed]
         q_norm, k_norm = (
-            normed and weights.vector(f"{name}_norm.weight", (size,), plus=plus)
+            weights.vector(f"{name}_norm.weight", (size,), plus=plus) if normed and name in sizes else None
             for name, size in zip("qk", normed or (0, 0), strict=True)
         )
         return cls(
@@ -189,14 +191,14 @@ class Attention:
             eps=eps,
             q_proj=q,
             k_proj=k,
-            v_proj=v[0] if v else None,
+            v_proj=v,
             o_proj=weights.matrix("o_proj.weight", (hidden, mixed)),
             q_norm=q_norm,
             k_norm=k_norm,
             biases=tuple(projections("bias")) if shape.biased else (),
             o_bias=weights.matrix("o_proj.bias", (hidden,)) if shape.biased_output else None,
             sinks=weights.vector("sinks", (shape.heads,)) if shape.sinks else None,
-            v_norm=weights.ops.vector(torch.ones(dim)) if shape.normed_values else None,
+            v_norm=weights.ops.vector(torch.ones(dim)) if shape.normed_values and not reads else None,
         )
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -226,8 +228,10 @@ class Attention:
         if shape.growth is not None:
             q = ops.scale_by_position(q, *shape.growth, cache.length)
         q = self._placed(q, self.q_norm, cache)
-        k, v = self._entries(cache, *entries)
-        if first is None and causal:
+        k, v = self._entries(cache, *entries) if entries else (None, None)
+        if not entries:
+            mixed = ops.attend_cached(q, cache, scale=shape.scale)
+        elif first is None and causal:
             mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
         else:
             mixed = ops.attend_from(q, k, v, cache, scale=shape.scale, first=first or [0] * rows, causal=causal)
@@ -242,7 +246,7 @@ class Attention:
 
     @property
     def _of_entries(self) -> tuple[Array, ...]:
-        return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
+        return tuple(one for one in (self.k_proj, self.v_proj) if one is not None)
 
     def _entries(self, cache: KVCache, k: Array, v: Array | None = None) -> tuple[Array, Array]:
         """What the cache holds of projected keys and values ``[T, nkv * D]``: each ``[T, nkv, D]``."""
@@ -392,20 +396,20 @@ class Layer(Protocol):
 
 @attrs.frozen(kw_only=True)
 class DecoderLayer:
-    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``, then ``after(x)``."""
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``, then ``after(x)``, with ``own`` of ``DecoderModel.inputs``."""
 
     input_norm: Norm
     mixer: Mixer
     post_norm: Norm
     mlp: Mlp
-    after: Norm = as_is
+    after: Callable[..., Array] = as_is
 
     def new_cache(self, capacity: int) -> Cache:
         return self.mixer.new_cache(capacity)
 
-    def __call__(self, x: Array, cache: Cache) -> Array:
+    def __call__(self, x: Array, cache: Cache, *own: Array) -> Array:
         x = self.mixer(self.input_norm(x), x, cache)
-        return self.after(self.mlp(self.post_norm(x), x))
+        return self.after(self.mlp(self.post_norm(x), x), *own)
 
     def fill(self, x: Array, cache: Cache) -> None:
         """Append what ``__call__`` appends to the cache, at less cost where the mixer can."""

@@ -51,6 +51,10 @@ class DecoderConfig:
     tied: bool
     max_positions: int
     mtp_layers: int = 0
+    shared: tuple[int, ...] = ()  # layers whose keys and values the last layers read, which have none of their own
+    shared_width: int = 1  # of the dense MLPs of these last layers, in ``intermediate_size``
+    input_size: int = 0  # of every layer's own embedding of a token,
+    input_vocab: int = 0  # and how many tokens have one
 
     @staticmethod
     def common(
@@ -81,8 +85,13 @@ class DecoderConfig:
 
         ``width``: bytes of an activation.
         """
-        rows, other = (self.layers + self.mtp_layers * mtp) * self.attention.row, self.alternate or self.attention
-        return (rows + len(self.alternate_layers) * (other.row - self.attention.row)) * width, 0
+        caches, other = self.layers - len(self.shared) + self.mtp_layers * mtp, self.alternate or self.attention
+        others = sum(not self.reads(index) for index in self.alternate_layers)
+        return (caches * self.attention.row + others * (other.row - self.attention.row)) * width, 0
+
+    def reads(self, index: int) -> bool:
+        """Whether a layer has no keys and values of its own."""
+        return self.layers - len(self.shared) <= index < self.layers
 
 
 @attrs.frozen(kw_only=True)
@@ -145,7 +154,8 @@ def build_decoder(
         if config.moe is not None and index >= config.dense_layers:
             block = SparseMoe if config.moe.clamp is None else ClampedMoe
             return block.of(weights.under("mlp."), hidden, config.moe)
-        dense = GatedMlp.of(weights.under("mlp."), hidden, config.intermediate_size, fused=config.fused)
+        width = config.intermediate_size * (config.shared_width if config.reads(index) else 1)
+        dense = GatedMlp.of(weights.under("mlp."), hidden, width, fused=config.fused)
         return attrs.evolve(dense, activation=config.activation)
 
     def adjusted(branch: Any, weights: Weights, after: str) -> Any:
@@ -174,6 +184,7 @@ def build_decoder(
         layers=tuple(layer(weights.under(f"layers.{i}."), i) for i in range(config.layers)),
         norm=norm(weights, "norm"),
         lm_head=embed if config.tied else weights.matrix("lm_head.weight", table),
+        shared=config.shared,
     )
     if mtp is None or not config.mtp_layers:
         return model
@@ -213,4 +224,5 @@ def attention(config: DecoderConfig, weights: Weights, plus: float = 0.0, index:
         shape = config.alternate
     if isinstance(shape, LatentShape):
         return LatentAttention.of(weights, config.hidden_size, shape, config.eps)
-    return Attention.of(weights, config.hidden_size, shape, config.eps, plus=plus, fused=config.fused)
+    how: dict[str, Any] = {"plus": plus, "fused": config.fused, "reads": config.reads(index)}
+    return Attention.of(weights, config.hidden_size, shape, config.eps, **how)

@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from specdec.backends.ops import Cache
+from specdec.backends.ops import Array, Cache
 from specdec.models.causal_lm import CausalLM
-from specdec.models.decoder import DecoderLayer, Layer
+from specdec.models.decoder import DecoderLayer
 from specdec.records.bits import Comparison, Finding, on_host
 
 DRAWS = ((2, 3, 6), (4, 8), (16,))
@@ -39,26 +39,29 @@ def probe_parts(lm: CausalLM, draws: Sequence[Sequence[int]], contexts: Sequence
     """
     most = min(lm.ops.capabilities.max_rows, lm.info.max_positions)
     draws = [sorted({min(count, most) for count in counts}) for counts in draws]
-    for name, layer in _kinds(lm).items():
+    for name, numbers in _kinds(lm).items():
         for context in sorted({max(0, min(context, lm.info.max_positions - most)) for context in contexts}):
             comparison = Comparison(f"{name}, {context} rows before" if context else name)
             for seed, counts in enumerate(draws):
-                _compare_layer(lm, layer, context, counts, random.Random(seed), comparison)
+                _compare_layer(lm, numbers, context, counts, random.Random(seed), comparison)
             yield comparison.finding()
     comparison = Comparison("the output head")
     _compare_head(lm, sorted({count for counts in draws for count in counts}), random.Random(0), comparison)
     yield comparison.finding()
 
 
-def _kinds(lm: CausalLM) -> dict[str, Layer]:
-    """The first layer of each kind, by name, and the MTP layer."""
-    layers: dict[Any, tuple[str, Layer]] = {}
+def _kinds(lm: CausalLM) -> dict[str, tuple[int, ...]]:
+    """The number of the first layer of each kind, by name, and of the MTP layer; before it, of the one that fills its
+    cache."""
+    layers: dict[Any, tuple[str, tuple[int, ...]]] = {}
+    own = len(lm.model.layers) - len(lm.model.shared)
     for number, layer in enumerate(lm.model.layers):
         parts = (layer.mixer, layer.mlp) if isinstance(layer, DecoderLayer) else (layer,)
         name = " with ".join(type(part).__name__ for part in parts)
-        layers.setdefault(_kind(layer), (f"layer {number} ({name})", layer))
+        numbers = (lm.model.shared[number - own], number) if number >= own else (number,)
+        layers.setdefault(_kind(layer), (f"layer {number} ({name})", numbers))
     if lm.model.mtp is not None:
-        layers["mtp"] = ("the MTP layer", lm.model.mtp.layer)
+        layers["mtp"] = ("the MTP layer", (len(lm.model.layers),))
     return dict(layers.values())
 
 
@@ -81,30 +84,33 @@ def _draw(lm: CausalLM, rng: random.Random, count: int) -> list[int]:
 
 
 def _compare_layer(
-    lm: CausalLM, layer: Layer, context: int, counts: Sequence[int], rng: random.Random, comparison: Comparison
+    lm: CausalLM, numbers: Sequence[int], context: int, counts: Sequence[int], rng: random.Random, found: Comparison
 ) -> None:
+    layers: list[Any] = [*lm.model.layers, lm.model.mtp and lm.model.mtp.layer]
     rows = max(counts) + 1  # a row follows the longest block, and reads the state that it left
-    before = layer.new_cache(context + rows)
+
+    def passed(tokens: Sequence[int], cache: Cache) -> Array:
+        x = lm.model.embed(tokens, cache.length)
+        inputs = [*lm.model.inputs(x, tokens), ()]
+        *_, out = (layers[number](x, cache, *inputs[number]) for number in numbers)
+        cache.commit(len(tokens))
+        return out
+
+    before = layers[numbers[0]].new_cache(context + rows)
     for start in range(0, context, CHUNK):
-        count = min(CHUNK, context - start)
-        layer(lm.model.embed(_draw(lm, rng, count), start), before)
-        before.commit(count)
+        passed(_draw(lm, rng, min(CHUNK, context - start)), before)
     committed = before.save() if context else {}
-    x = lm.model.embed(_draw(lm, rng, rows), context)
+    tokens = _draw(lm, rng, rows)
 
     def run(count: int) -> Any:
-        cache: Cache = layer.new_cache(context + rows)
+        cache = layers[numbers[0]].new_cache(context + rows)
         if context:
             cache.load(committed, context)
-        outputs = []
-        for start in range(0, rows, count):
-            outputs.append(on_host(lm, layer(x[start : start + count], cache)))
-            cache.commit(len(outputs[-1]))
-        return np.concatenate(outputs)
+        return np.concatenate([on_host(lm, passed(tokens[at : at + count], cache)) for at in range(0, rows, count)])
 
     singly = run(1)
     for count in counts:
-        comparison.rows(count, run(count), singly)
+        found.rows(count, run(count), singly)
 
 
 def _compare_head(lm: CausalLM, counts: Sequence[int], rng: random.Random, comparison: Comparison) -> None:

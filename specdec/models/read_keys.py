@@ -26,20 +26,21 @@ HARMLESS = frozenset(
     """name_or_path architectures auto_map attn_implementation attention_dropout attn_pdrop aux_loss_alpha
     audio_token_id begin_suppress_tokens bad_words_ids boa_token_id boi_token_id boi_token_index bos_token_id
     chunk_size_feed_forward classifier_dropout compression_config cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping embd_pdrop embed_requires_grad eoa_token_index eoi_token_id
-    eoi_token_index encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing has_no_defaults_at_init hidden_dropout id2label
-    image_token_id image_token_index initializer_range is_llama_config label2id length_penalty mamba_ssm_dtype
-    max_length max_position_embeddings max_sequence_length max_window_layers min_length mm_tokens_per_image
-    model_max_length model_type multimodal_projector_bias n_ctx no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
-    pretraining_tp problem_type projector_hidden_act pruned_heads qk_head_dim quantization quantization_config
-    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
-    sep_token_id seq_aux spatial_merge_size speculators_version summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature tf_legacy_loss
-    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
-    unsloth_fixed unsloth_version use_bfloat16 use_cache video_token_id vision_feature_layer vision_end_token_id
-    vision_start_token_id vocab_size_per_layer_input""".split()
+    diversity_penalty do_sample dtype early_stopping embd_pdrop embed_requires_grad eoa_token_id eoa_token_index
+    eoi_token_id eoi_token_index encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing has_no_defaults_at_init
+    hidden_dropout id2label image_token_id image_token_index initializer_range is_llama_config label2id length_penalty
+    mamba_ssm_dtype max_length max_position_embeddings max_sequence_length max_window_layers min_length
+    mm_tokens_per_image model_max_length model_type multimodal_projector_bias n_ctx no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states output_router_logits output_scores
+    pad_token_id prefix pretraining_tp problem_type projector_hidden_act pruned_heads qk_head_dim quantization
+    quantization_config remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    router_aux_loss_coef sep_token_id seq_aux spatial_merge_size speculators_version summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache video_token_id
+    vision_feature_layer vision_end_token_id vision_soft_tokens_per_image vision_start_token_id
+    vocab_size_per_layer_input""".split()
 )
 # Sizes that some families have no use for: DeepSeek's keys and values are latent, and a model may have experts only.
 _UNUSED_SIZES = ("head_dim", "intermediate_size", "num_key_value_heads")

@@ -64,6 +64,10 @@ class Weights:
         """
         return self.ops.weight(self.host_matrix(name, shape, exact=exact))
 
+    def table(self, name: str, shape: Shape) -> Array:
+        """A matrix as ``Ops.table`` returns it. ``target.weights`` does not round it: its rows are read one by one."""
+        return self.ops.table(self.host_matrix(name, shape, exact=True))
+
     def optional(self, name: str, shape: Shape) -> Array | None:
         """``matrix``, or None if the checkpoint has none of that name."""
         return self.matrix(name, shape) if name in self else None
@@ -200,7 +204,7 @@ class NoOps:
     def weight(self, tensor: Any) -> Any:
         return tensor
 
-    stack = weight
+    stack = table = weight
 
     def vector(self, tensor: Any, *, plus: float = 0.0) -> Any:
         return tensor

@@ -30,7 +30,7 @@ TRIED: dict[str, dict[str, Any]] = {
             "llama": "llama3-rope",
             "qwen2": "yarn",
             "gemma3": "patterned",
-            "gemma4": "released",
+            "gemma4": "small",
             "gpt_oss": "released",
             "granite": "factors",
             "ministral3": "released",

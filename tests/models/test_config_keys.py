@@ -71,7 +71,7 @@ def test_a_value_that_changes_nothing_is_taken(name, empty, neutral):
 def test_defaults_that_transformers_writes_are_taken():
     transformers = pytest.importorskip("transformers")
     llama_like = "Llama Qwen2 Qwen3 Gemma3Text GptOss Granite Ministral3 Mistral Olmo2 Phi3 Qwen3Moe SmolLM3"
-    for family in f"Qwen3_5 Qwen3_5Moe Qwen3Next Glm4Moe DeepseekV3 Gemma4UnifiedText {llama_like}".split():
+    for family in f"Qwen3_5 Qwen3_5Moe Qwen3Next Glm4Moe DeepseekV3 Gemma4Text Gemma4UnifiedText {llama_like}".split():
         config = getattr(transformers, f"{family}Config")(**({"head_dim": 128} if family == "Glm4Moe" else {}))
         for written in (config.to_dict(), json.loads(config.to_json_string(use_diff=False))):
             family_of(text_config(written), FOLDER)

@@ -1,6 +1,7 @@
 """Hidden states at layer boundaries only where they are asked for; ``test_transformers_parity.py`` compares them."""
 
 import pytest
+import torch
 
 import specdec
 from specdec.contract import DrafterSpec, MtpPairs, Needs
@@ -8,6 +9,7 @@ from specdec.drafters.none import NoDrafter
 from specdec.errors import UnsupportedError
 from tests import tiny
 from tests.plugin_objects import plugin_of
+from tests.tiny_families import SHAPES
 
 
 def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypatch):
@@ -47,6 +49,25 @@ def test_what_a_target_cannot_give_is_refused_when_the_pipeline_is_built(needs, 
         install(plugin_of(specdec_drafters=lambda self, spec=spec: [spec]))
         with pytest.raises(UnsupportedError, match=f"the drafter 'needy' needs .*{said}"):
             specdec.load(str(checkpoint("qwen3")), drafter="needy", depth=1)
+
+
+def test_a_prompt_runs_only_the_layers_that_fill_caches_unless_somebody_reads_the_others(checkpoint, monkeypatch):
+    """With the bits of all layers, and a cache for each layer that has keys and values."""
+    target = tiny.make_target(checkpoint("gemma4", **SHAPES["gemma4"]["small"]))
+    read, attend = list[int](), type(target.ops).call
+    monkeypatch.setattr(
+        type(target.ops), "call", lambda self, name, *a, **n: read.append(name) or attend(self, name, *a, **n)
+    )
+    found = []
+    for needs in (Needs(), Needs(final_hidden=True)):
+        read.clear()
+        state = target.new_state(64, needs)
+        assert len(state.caches) == 2
+        target.prefill(state, list(range(20)))
+        assert read.count("attend_cached") == (3 if needs.final_hidden else 0)
+        arrays = tiny.on_host(target, target.snapshot(state).arrays)
+        found.append(arrays | {"logits": torch.tensor(target.decode(state, [5, 6]).need_logits().rows())})
+    tiny.assert_same_bits(*found)
 
 
 def test_attention_alone_rewinds_to_the_very_length(make_target):

@@ -45,6 +45,15 @@ def moe(inner, experts, top_k):
     }
 
 
+def gemma4(layers, interval, **sizes):
+    kinds = ["full_attention" if (i + 1) % interval == 0 else "sliding_attention" for i in range(layers)]
+    small = {"attention_k_eq_v": False, "hidden_size_per_layer_input": 256, "sliding_window": 512}
+    heads = {"num_attention_heads": 8, "num_hidden_layers": layers, "layer_types": kinds}
+    tokens = {"eoa_token_id": 258883, "eoa_token_index": 258883, "vision_soft_tokens_per_image": 280}
+    towers = {"vision_config": {"hidden_size": 768}, "audio_config": {"hidden_size": 1024}}
+    return {"model_type": "gemma4", "text_config": CONFIGS["GEMMA_4_31B"] | small | heads | sizes, **towers, **tokens}
+
+
 # name: config, billions of parameters without MTP as published (three decimals), millions of the MTP head
 PUBLISHED = {
     "Qwen3.5-0.8B": (qwen3_5(24, 1024, 8, 2, 16, tied=True, intermediate_size=3584), 0.752, 20.5),
@@ -69,6 +78,24 @@ PUBLISHED = {
     "gemma-3-270m": (CONFIGS["GEMMA_3_270M"], 0.268, None),
     "gemma-3-1b": (CONFIGS["GEMMA_3_1B"], 1.0, None),
     "gemma-4-31B": (CONFIGS["GEMMA_4_31B"], 30.697, None),  # "30.7B", the vision tower left out
+    "gemma-4-E4B": (  # "4.5B effective, 8B with embeddings", vision and audio towers included
+        gemma4(42, 6, hidden_size=2560, intermediate_size=10240, num_key_value_heads=2, num_kv_shared_layers=18),
+        7.463,
+        None,
+    ),
+    "gemma-4-E2B": (  # "2.3B effective, 5.1B with embeddings", likewise
+        gemma4(
+            35,
+            5,
+            hidden_size=1536,
+            intermediate_size=6144,
+            num_key_value_heads=1,
+            num_kv_shared_layers=20,
+            use_double_wide_mlp=True,
+        ),
+        4.629,
+        None,
+    ),
     "gpt-oss-20b": (CONFIGS["GPT_OSS_20B"], 20.915, None),  # "20.91B"
     "Ministral-3-3B": (CONFIGS["MINISTRAL_3_3B"], 3.429, None),  # "3.4B", the vision tower left out
 }
@@ -104,6 +131,7 @@ def test_state_sizes_are_the_published_ones():
         "Qwen3.5-397B-A17B": (30720 + 2048, 180 * 2**20 + 45 * 73728),
         "DeepSeek-V3": (62 * 1152, 0),
         "GLM-4.5-Air": (47 * 2 * 8 * 128 * 2, 0),
+        "gemma-4-E2B": (12 * 2 * 256 * 2 + 3 * 2 * 512 * 2, 0),
     }
     assert {name: family(name).state_bytes(2) for name in wanted} == wanted
 
@@ -132,8 +160,12 @@ HALF = {"partial_rotary_factor": 0.5}
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ("gemma-3-270m", {"layer_types": ["sliding_attention"]}, "layer_types"),
         ("gemma-4-31B", {"enable_moe_block": True}, "enable_moe_block"),
-        ("gemma-4-31B", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
-        ("gemma-4-31B", {"num_kv_shared_layers": 18}, "num_kv_shared_layers"),
+        ("gemma-4-31B", {"num_kv_shared_layers": 60}, "'num_kv_shared_layers' takes a whole number from 0 to 59"),
+        ("gemma-4-31B", {"num_kv_shared_layers": 55}, "a kind of layer only among the last 55"),
+        ("gemma-4-E2B", {"layer_types": ["full_attention"] * 15 + ["sliding_attention"] * 20}, "among the last 20"),
+        ("gemma-4-E2B", {"vocab_size_per_layer_input": 262143}, "vocab_size_per_layer_input"),
+        ("gemma-4-E2B", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+        ("gemma-4-E2B", {"use_double_wide_mlp": 2}, "use_double_wide_mlp"),
         ("gemma-4-31B", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma-4-31B", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
         ("gemma-4-31B", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),

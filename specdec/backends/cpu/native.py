@@ -25,7 +25,7 @@ from specdec.backends.cpu.pruned import CHOICE_DRAFTED, HeadRows, NativePrunedLo
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
 from specdec.backends.cpu.threads import Threads
-from specdec.backends.ops import Cache, Capabilities, DeltaShape, Rope
+from specdec.backends.ops import Array, Cache, Capabilities, DeltaShape, Rope
 from specdec.backends.passes import Body, EagerPasses, Passes
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Choosing, Parity
@@ -116,7 +116,7 @@ class NativeOps(ReferenceOps):
         self._layer_norm = function("layer_norm", "piiippfpi")
         self._gelu = function("gelu", "piiipi")
         self._scale = function("scale", "piiiffiipi")
-        self._add = function("add", "pipiiipi")
+        self._add, self._multiply = function("add", "pipiiipi"), function("multiply", "pipiiipi")
         self._norm_rope = function("norm_rope", "piiiiipfpiipi")
         self._gated_rms_norm = function("gated_rms_norm", "piipiiiiipfpi")
         self._attend = function("attend", "piipiipiipppiiiiiiiifppi")
@@ -197,6 +197,9 @@ class NativeOps(ReferenceOps):
             self.pack(weight, release=in_file)
             return self._own(weight)
         return self._handle(weight.shape, self._pack_copy(weight, release=False))
+
+    def table(self, tensor: Tensor | StoredMatrix) -> Tensor:
+        return self.weight(tensor) if isinstance(tensor, StoredMatrix) else self._own(super().weight(tensor))
 
     def _handle(self, shape: Sequence[int], copy: Tensor) -> Tensor:
         """Return a tensor without data that represents a packed matrix of this shape."""
@@ -470,12 +473,18 @@ class NativeOps(ReferenceOps):
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        at, stride, rows, length = self._rows(a, "add")
+        return self._joined_rows(a, b, self._add, "add")
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._joined_rows(a, b, self._multiply, "multiply")
+
+    def _joined_rows(self, a: Tensor, b: Tensor, kernel: Kernel, op: str) -> Tensor:
+        at, stride, rows, length = self._rows(a, op)
         if b.shape != a.shape:
-            raise self._refused("add", "b", b, str(list(a.shape)))
-        other, other_stride, _, _ = self._rows(b, "add")
+            raise self._refused(op, "b", b, str(list(a.shape)))
+        other, other_stride, _, _ = self._rows(b, op)
         out = _new(rows, length, dtype=self.dtype)
-        self._add(at, stride, other, other_stride, rows, length, out.data_ptr())
+        kernel(at, stride, other, other_stride, rows, length, out.data_ptr())
         return out
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
@@ -522,10 +531,10 @@ class NativeOps(ReferenceOps):
         return out
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, *, scale: float, gate: Tensor | None = None
+        self, q: Tensor, k: Array | None, v: Array | None, cache: CpuKVCache, *, scale: float, gate: Array | None = None
     ) -> Tensor:
-        self._fitting(q, k, v, cache, "attend")
         start, _ = cache.reserve(q.shape[0])
+        self._fitting(q, k, v, cache, "attend")
         if gate is not None and gate.shape != q.shape:
             raise self._refused("attend", "gate", gate, str(list(q.shape)))
         sinks = 0 if cache.sinks is None else self._floats(cache.sinks, q.shape[1], "attend", "sinks")
@@ -534,8 +543,8 @@ class NativeOps(ReferenceOps):
     def _attended(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         keys: Tensor,
         values: Tensor,
         start: int,
@@ -544,7 +553,7 @@ class NativeOps(ReferenceOps):
         sinks: int = 0,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """Write ``k`` and ``v`` to ``keys`` and ``values`` from row ``start`` on; causal attention of those rows."""
+        """Write ``k`` and ``v``, if given, to ``keys`` and ``values`` from row ``start`` on; causal attention."""
         rows, heads, dim = q.shape
         views = [
             address
@@ -557,15 +566,17 @@ class NativeOps(ReferenceOps):
         self._attend(*views[:9], *to, *views[9:], *sizes, scale, sinks, out.data_ptr())
         return out
 
-    def _fitting(self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, op: str) -> int:
+    def _fitting(self, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CpuKVCache, op: str) -> int:
         """The number of key-value heads. Raises: ShapeError if the arguments do not fit together."""
         rows, heads, dim = q.shape
         keys = cache.keys
         kv_heads = keys.shape[1]
-        if k.shape != (rows, kv_heads, dim) or v.shape != k.shape or heads % kv_heads or keys.shape[2] != dim:
+        wrong = k is not None and v is not None and (k.shape != (rows, kv_heads, dim) or v.shape != k.shape)
+        if wrong or heads % kv_heads or keys.shape[2] != dim:
+            given = (("q", q), ("k", k), ("v", v), ("cache", keys))
             raise ShapeError(
                 f"{op} got queries, keys, values and a cache that do not fit together",
-                got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, cache {list(keys.shape)}",
+                got=", ".join(f"{name} {list(one.shape)}" for name, one in given if one is not None),
                 takes="q [T, nq, D], k and v [T, nkv, D], cache [capacity, nkv, D], nq a multiple of nkv",
             )
         if keys.dtype is not self.dtype:

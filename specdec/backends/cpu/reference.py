@@ -22,7 +22,7 @@ from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.packed import takes_int8
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
-from specdec.backends.ops import Capabilities, Clamp, DeltaShape, Ops, Rope, Routing
+from specdec.backends.ops import Array, Capabilities, Clamp, DeltaShape, Ops, Rope, Routing
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
 from specdec.errors import ContractError
@@ -247,10 +247,10 @@ class ReferenceOps(Ops):
         return turned.to(self.dtype)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, *, scale: float, gate: Tensor | None = None
+        self, q: Tensor, k: Array | None, v: Array | None, cache: CpuKVCache, *, scale: float, gate: Array | None = None
     ) -> Tensor:
         rows, heads, dim = q.shape
-        start = self._written(k, v, cache)
+        start = cache.length if k is None or v is None else self._written(k, v, cache)
         step = 1 if rows <= MAX_ROWS else _ATTEND_BLOCK
         out = torch.cat(
             [_attend_block(q[at : at + step].clone(), cache, start + at, scale) for at in range(0, rows, step)]
@@ -258,6 +258,9 @@ class ReferenceOps(Ops):
         if gate is not None:
             out = out * _by_row(torch.sigmoid, gate.float())
         return out.to(self.dtype).reshape(rows, heads * dim)
+
+    def attend_cached(self, q: Tensor, cache: CpuKVCache, *, scale: float) -> Tensor:
+        return self.attend(q, None, None, cache, scale=scale)
 
     def append(self, k: Tensor, v: Tensor, cache: CpuKVCache) -> None:
         self._written(k, v, cache)

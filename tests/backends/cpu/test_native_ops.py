@@ -18,7 +18,7 @@ import torch
 
 from specdec.backends.cpu import native
 from specdec.backends.ops import DeltaShape, Rope
-from specdec.errors import ContractError, ShapeError
+from specdec.errors import ContractError, ShapeError, StateError
 from tests.backends import oracle
 from tests.backends.contract import SIZES, check_operations
 from tests.instruction_sets import RUNNABLE, kernels_of
@@ -257,7 +257,10 @@ def test_layouts_that_an_address_cannot_describe_are_refused(ops):
         (ShapeError, "up", lambda: ops.swiglu(x, w, w[:4])),
         (ShapeError, "rms_norm cannot read weight", lambda: ops.rms_norm(x, torch.ones(31), 1e-6)),
         (ShapeError, "add cannot read b", lambda: ops.add(x, x[:, :0])),
+        (ShapeError, "multiply cannot read b", lambda: ops.multiply(x, x[:3])),
         (ShapeError, "do not fit", lambda: ops.attend(x[:, None], heads, heads, ops.new_kv(8, 2, 16), scale=1.0)),
+        (ShapeError, "do not fit", lambda: ops.attend_cached(x[:, None], ops.new_kv(8, 2, 16), scale=1.0)),
+        (StateError, "4 are needed", lambda: ops.attend_cached(heads, ops.new_kv(3, 2, 16), scale=1.0)),
         (ContractError, "position 8 has no embedding", lambda: ops.add_positions(x, ops.weight(w), 5)),
         (ContractError, "token -1 of row 1", lambda: ops.embed(w, [0, -1])),
         (ContractError, "token 8 of row 1", lambda: ops.embed(w, [0, 8])),

@@ -100,6 +100,15 @@ def test_mapped_weights_are_packed_and_their_pages_given_back(ops, tmp_path):
     assert torch.equal(w, original), "the plain tensor must stay valid"
 
 
+def test_a_table_stays_in_its_file(ops, tmp_path):
+    original = draw(1000, 2048, seed=0, dtype=ops.dtype)
+    w = mapped(tmp_path, original)
+    assert ops.table(w) is w
+    assert ops.bytes_of(w) == w.nbytes
+    assert ops._panels(w) is None
+    assert_same_bits(ops.embed(w, [999, 3]), original[[999, 3]])
+
+
 @LINUX
 def test_written_and_private_memory_is_left_alone(ops, tmp_path):
     """Catches: giving back pages that hold what no file holds, which would lose it."""

@@ -213,6 +213,11 @@ class GateWithoutALimit(ReferenceOps):
         return super().clamped_moe(x, router, routing, experts, biases, unlimited, residual)
 
 
+class CachedScoresUnscaled(ReferenceOps):
+    def attend_cached(self, q, cache, *, scale):
+        return super().attend_cached(q, cache, scale=1.0)
+
+
 BROKEN = {
     PlusInBfloat16: "O1",
     ForgetsTheResidual: "O2",
@@ -244,4 +249,5 @@ BROKEN = {
     SinksForgotten: "O28",
     LengthsOfThePass: "O29",
     GateWithoutALimit: "O30",
+    CachedScoresUnscaled: "O31",
 }

@@ -319,8 +319,10 @@ using namespace specdec;
                                   int64_t heads, int64_t kv_heads, int64_t dim, int64_t position, int64_t window,      \
                                   float scale, const void* sinks, void* out, int64_t threads) {                        \
         const int64_t slot = kv_heads * dim;                                                                           \
-        append((T*)keys + position * slot, slot, (const T*)k, k_row, k_head, rows, kv_heads, dim);                     \
-        append((T*)values + position * slot, slot, (const T*)v, v_row, v_head, rows, kv_heads, dim);                   \
+        if (k) { /* else they are there already */                                                                     \
+            append((T*)keys + position * slot, slot, (const T*)k, k_row, k_head, rows, kv_heads, dim);                 \
+            append((T*)values + position * slot, slot, (const T*)v, v_row, v_head, rows, kv_heads, dim);               \
+        }                                                                                                              \
         attend<T>({(const T*)q, q_row, q_head, (const T*)keys, (const T*)values, slot, (const T*)gate, gate_row,       \
                    gate_head, rows, heads, kv_heads, dim, position, window, scale, (const float*)sinks, (T*)out},      \
                   (int)threads);                                                                                       \

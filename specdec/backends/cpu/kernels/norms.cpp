@@ -84,11 +84,13 @@ void scale(const T* x, int64_t stride, int64_t rows, int64_t n, float factor, fl
     });
 }
 
-template <class T>
-void add(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t rows, int64_t n, T* out, int threads) {
+// to[i] = value(a[i], b[i]) for every row
+template <class T, class Value>
+void join_rows(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t rows, int64_t n, T* out, int threads,
+               Value&& value) {
     for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
         fill(out + row * n, n, [&](int64_t i, int some) {
-            return load_some(a + row * a_stride + i, some) + load_some(b + row * b_stride + i, some);
+            return value(load_some(a + row * a_stride + i, some), load_some(b + row * b_stride + i, some));
         });
     });
 }
@@ -165,7 +167,13 @@ using namespace specdec;
     }                                                                                                                  \
     EXPORT void add_##NAME(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t rows, int64_t n,  \
                                void* out, int64_t threads) {                                                           \
-        add((const T*)a, a_stride, (const T*)b, b_stride, rows, n, (T*)out, (int)threads);                             \
+        join_rows((const T*)a, a_stride, (const T*)b, b_stride, rows, n, (T*)out, (int)threads,                        \
+                  [](vf x, vf y) { return x + y; });                                                                   \
+    }                                                                                                                  \
+    EXPORT void multiply_##NAME(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t rows,        \
+                                    int64_t n, void* out, int64_t threads) {                                           \
+        join_rows((const T*)a, a_stride, (const T*)b, b_stride, rows, n, (T*)out, (int)threads,                        \
+                  [](vf x, vf y) { return x * y; });                                                                   \
     }                                                                                                                  \
     EXPORT void gated_rms_norm_##NAME(const void* x, int64_t x_row, int64_t x_head, const void* z, int64_t z_row,      \
                                           int64_t z_head, int64_t rows, int64_t heads, int64_t n, const void* weight,  \

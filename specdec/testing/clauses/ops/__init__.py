@@ -1,4 +1,4 @@
-"""Checks of a backend's operations against the torch reference: clauses O1 to O30."""
+"""Checks of a backend's operations against the torch reference: clauses O1 to O31."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specdec.testing.clauses.ops.operations import LENGTH, OPERATIONS, REFERENCE
 from specdec.testing.subjects import OpsSubject
 
 SENTENCES = {
-    "O1": "``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the table's rows in order, repeats "
-    "included.",
+    "O1": "``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the rows of a ``weight`` or ``table`` in "
+    "order, repeats included.",
     "O2": "``project`` and ``linear`` are the matrix products, with bias and residual.",
     "O3": "``swiglu`` is ``silu(x @ gate.T) * (x @ up.T)``.",
     "O4": "``rms_norm`` divides by the root mean square over the last axis and multiplies by the weight, in float32.",
@@ -33,8 +33,8 @@ SENTENCES = {
     "other experts are not read.",
     "O21": "``layer_norm`` takes off the mean, divides by the standard deviation, scales and shifts, in float32.",
     "O22": "``gelu`` is the approximation with tanh of every element.",
-    "O23": "``add`` is the sum of two activations; ``add_positions`` adds the table's rows from the first position on; "
-    "``scale`` multiplies every element.",
+    "O23": "``add`` is the sum of two activations, ``multiply`` their product; ``add_positions`` adds the table's rows "
+    "from the first position on; ``scale`` multiplies every element.",
     "O27": "``geglu`` is ``gelu(x @ gate.T) * (x @ up.T)``.",
     "O29": "``scale_by_position`` multiplies a row by 1 plus beta times the logarithm of 1 plus the lengths before it.",
     "O30": "``clamped_moe`` routes by biased logits to experts with biases and a clamped gating; others are not read.",
@@ -129,6 +129,8 @@ def _attentions(bench: Bench, clause: str) -> Iterator[tuple[Layer, int, int]]:
     for number, (rows, before) in enumerate(PASSES):
         if clause == "O6":
             yield layers.attention(bench, before + rows, gated=number % 3 != 1), before, rows
+        elif clause == "O31":
+            yield layers.cached(bench, before + rows), before, rows
         elif clause == "O19":
             yield layers.latent(bench, before + rows), before, rows
         elif clause == "O26":
@@ -167,6 +169,7 @@ checks_of(
         "O26": "``attend`` over a cache of ``new_window`` sees the last rows of the window only, the row's own "
         "included.",
         "O28": "``attend`` over a cache with sinks gives them their share of every softmax, and mixes no value for it.",
+        "O31": "``attend_cached`` is ``attend`` over cached rows and those that the pass has appended.",
     },
 )
 

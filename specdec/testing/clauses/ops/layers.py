@@ -129,6 +129,16 @@ def attention(bench: Bench, rows: int, *, gated: bool = True) -> Layer:
     return Layer(bench, "attend", _new_kv, _attend, *arguments, mixed=2)
 
 
+def cached(bench: Bench, rows: int) -> Layer:
+    """Attention with other queries over keys and values that the pass has appended, if the backend has it."""
+
+    def run(ops: Ops, cache: Any, q: Any, k: Any, v: Any) -> Any:
+        ops.append(k, v, cache)
+        return ops.attend_cached(q, cache, scale=HEAD_DIM**-0.5)
+
+    return Layer(bench, "attend_cached", _new_kv, run, *_heads(bench, rows)).tried()
+
+
 def latent(bench: Bench, rows: int) -> Layer:
     """Latent attention, if the backend has it."""
 
@@ -205,6 +215,6 @@ def every(bench: Bench, rows: int) -> Iterator[Layer]:
     """A layer of each kind that the backend has."""
     yield attention(bench, rows)
     yield delta(bench, rows)
-    for optional in (latent, window, sliding, sunk):
+    for optional in (cached, latent, window, sliding, sunk):
         with contextlib.suppress(NotApplicable):
             yield optional(bench, rows)

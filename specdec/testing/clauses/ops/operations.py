@@ -229,7 +229,8 @@ def _product(bench: Bench, rows: int, number: int) -> tuple[Drawn, Drawn, int]:
 
 def _embed(bench: Bench, rows: int, number: int) -> Call:
     ids = [10, 0, 3, 3, *range(11), 7, 10, 10, 1][-rows:]
-    return Call("embed", bench.matrix(11, 13), Drawn(ids, ids, by_row=True), roundings=0, terms=0)
+    table = bench.drawn((bench.ops.table if number % 2 else bench.ops.weight)(bench.normal(11, 13)))
+    return Call("embed", table, Drawn(ids, ids, by_row=True), roundings=0, terms=0)
 
 
 def _vector(bench: Bench, rows: int, number: int) -> Call:
@@ -279,8 +280,8 @@ def _gelu(bench: Bench, rows: int, number: int) -> Call:
     return Call("gelu", bench.act(rows, LENGTH, scale=(0.1, 2.0, 30.0)[number % 3]), terms=16)
 
 
-def _add(bench: Bench, rows: int, number: int) -> Call:
-    return Call("add", bench.act(rows, LENGTH), bench.act(rows, LENGTH), terms=1)
+def _joined(name: str) -> Callable[[Bench, int, int], Call]:
+    return lambda bench, rows, number: Call(name, bench.act(rows, LENGTH), bench.act(rows, LENGTH), terms=1)
 
 
 def _scale(bench: Bench, rows: int, number: int) -> Call:
@@ -470,7 +471,8 @@ OPERATIONS: Sequence[Operation] = (
     Operation("O20", "pruned_head", _pruned_head, 5, optional=True),
     Operation("O21", "layer_norm", _layer_norm),
     Operation("O22", "gelu", _gelu),
-    Operation("O23", "add", _add, 5),
+    Operation("O23", "add", _joined("add"), 5),
+    Operation("O23", "multiply", _joined("multiply"), 5),
     Operation("O23", "add_positions", _add_positions),
     Operation("O23", "scale", _scale),
     Operation("O27", "geglu", _gated("geglu"), 5, optional=True),
