@@ -169,10 +169,13 @@ def _declared(output: ForwardOutput, needs: Needs, *, prompt: bool = False) -> F
     def rows(hidden: Hidden) -> Hidden:
         return hidden[-1:] if last else hidden
 
+    boundaries = output.boundaries
+    if last or tuple(boundaries) != needs.boundaries:
+        boundaries = {at: rows(boundaries[at]) for at in needs.boundaries}
     return attrs.evolve(
         output,
         hidden=rows(output.hidden) if needs.final_hidden and output.hidden is not None else None,
-        boundaries={at: rows(hidden) for at, hidden in output.boundaries.items() if at in needs.boundaries},
+        boundaries=boundaries,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Batched
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
 from specdec.backends.passes import Body, EagerPass, Pass, Passes
@@ -37,6 +38,9 @@ from specdec.errors import ContractError, NoMemoryError, PromptError, ShapeError
 from specdec.models.decoder import Layer, MtpHead, Norm
 from specdec.models.mtp_chain import LaterModules
 from specdec.sampling import CoupledDraft
+
+if TYPE_CHECKING:
+    from specdec.exchange import Float32
 
 CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
 MORE_STATES = 3  # times the memory of new recurrent states that they may grow to
@@ -105,7 +109,8 @@ class SequenceState(State):
         self.mtp_pass = head
         self.later = later  # None for a head of one module
         self.boundaries = boundaries  # whose states the target's passes return beside the one after the final norm
-        self.decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of an uncommitted decode
+        # of an uncommitted decode: tokens, result, and the states after the final norm in it
+        self.decoded: tuple[Sequence[int], Array, Array] | None = None
         self._capacity = capacity
 
     @property
@@ -120,6 +125,81 @@ class SequenceState(State):
         heads = [] if self.mtp is None else [self.mtp]
         later = () if self.later is None else self.later.caches
         return sum(cache.nbytes() for cache in (*self.caches, *heads, *later))
+
+
+class Columns(Hidden):
+    """Some columns of rows ``[T, W]``, cut out when they are read; an idle head reads none for a long time.
+
+    Rows of one width are joined before they are cut.
+    """
+
+    __slots__ = ("_columns", "_whole")
+
+    def __init__(self, whole: ArrayHidden, columns: slice) -> None:
+        self._whole, self._columns = whole, columns
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, rows: slice) -> Columns:
+        return Columns(self._whole[rows], self._columns)
+
+    def join(self, others: Sequence[Hidden]) -> Hidden:
+        alike = [other for other in others if isinstance(other, Columns) and other._layout == self._layout]
+        if len(alike) == len(others):
+            return Columns(self._whole.join([other._whole for other in alike]), self._columns)
+        return self.cut().join([other.cut() if isinstance(other, Columns) else other for other in others])
+
+    def rows(self) -> Float32:
+        return self.cut().rows()
+
+    def cut(self) -> ArrayHidden:
+        """These columns as a handle of their own."""
+        return type(self._whole)(self._whole.array[:, self._columns])
+
+    @property
+    def _layout(self) -> tuple[slice, int]:
+        return self._columns, self._whole.array.shape[1]
+
+
+class Boundaries(Mapping[int, Hidden]):
+    """The states at layer boundaries, as a pass gives them: side by side.
+
+    Args:
+        whole: ``[T, (n + 1) * H]``, the states at ``places`` and then those after the final norm.
+        places: n boundaries, ascending.
+        asked: those of them that the mapping has.
+    """
+
+    __slots__ = ("_asked", "_places", "_whole")
+
+    def __init__(self, whole: ArrayHidden, places: tuple[int, ...], asked: tuple[int, ...]) -> None:
+        self._whole, self._places, self._asked = whole, places, asked
+
+    def __getitem__(self, boundary: int) -> Hidden:
+        if boundary not in self._asked:
+            raise KeyError(boundary)
+        first = self._places.index(boundary)
+        return self._columns(first, first + 1).cut()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._asked)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def side_by_side(self, needs: Needs) -> Columns | None:
+        """What ``needs`` requests as one row per token, the states after the final norm last; None if not adjacent."""
+        wanted, places = needs.boundaries, self._places
+        first = places.index(wanted[0])
+        end = first + len(wanted)
+        if places[first:end] != wanted or (needs.final_hidden and end < len(places)):
+            return None
+        return self._columns(first, end + needs.final_hidden)
+
+    def _columns(self, first: int, end: int) -> Columns:
+        size = self._whole.array.shape[1] // (len(self._places) + 1)
+        return Columns(self._whole, slice(first * size, end * size))
 
 
 class CausalLM(ForwardPass):
@@ -215,7 +295,7 @@ class CausalLM(ForwardPass):
         return self.ops.record_passes(run, [cache], self.info.hidden_size)
 
     def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
-        """Passes whose rows hold the state after the final norm and those at ``boundaries``, side by side."""
+        """Passes whose rows hold the states at ``boundaries`` and the one after the final norm, side by side."""
         if boundaries not in self._target_passes:
             run_layers = functools.partial(_run_layers, self.model, boundaries)
             self._target_passes[boundaries] = self.ops.record_passes(run_layers, self._new_caches(1))
@@ -239,20 +319,23 @@ class CausalLM(ForwardPass):
         self._check_tokens(tokens)
         self._check_room(state, len(tokens))
         state.decoded = None
-        parts: list[Array] = []
+        parts: list[Array] = []  # outputs of passes, row after row; empty if no hidden states are requested
         for at in range(0, len(tokens), PREFILL_ROWS):
             chunk = tokens[at : at + PREFILL_ROWS]
             before = state.length
             x = state.prefill_pass.run(chunk)
             state.prefill_pass.commit(len(chunk))
-            self._add_pairs(state, chunk, x, before)
+            self._add_pairs(state, chunk, x, self._final(state, x), before)
             self.feed_mtp(state)
             if state.needs.hidden:
                 parts.append(x if state.needs.prompt_rows == "all" else x[-1:])
         if state.needs.prompt_rows == "last":
             del parts[:-1]
         self._mark(state)
-        return self._output(state, len(tokens), parts)
+        if not parts:
+            return ForwardOutput(rows=len(tokens))
+        x = parts[0] if len(parts) == 1 else self._joined(parts)
+        return self._output(state, tokens, x, self._final(state, x))
 
     def _to_decode(self, state: State, tokens: Sequence[int]) -> SequenceState:
         """The state of a pass, once its tokens are checked."""
@@ -266,9 +349,9 @@ class CausalLM(ForwardPass):
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = self._to_decode(state, tokens)
         x = state.target_pass.run(tokens)
-        state.decoded = tuple(tokens), x  # the list is the caller's
-        logits = self.model.logits(self._final(state, x))
-        return self._output(state, len(tokens), [x] if state.needs.hidden else [], logits)
+        final = self._final(state, x)
+        state.decoded = tuple(tokens), x, final  # the list of tokens is the caller's
+        return self._output(state, tokens, x, final, self.model.logits(final))
 
     def decode_batch(self, batch: Sequence[tuple[State, Sequence[int]]]) -> list[ForwardOutput]:
         """As in ``ForwardPass``: passes of up to ``info.batch_rows`` rows, each over states with equal boundaries."""
@@ -295,62 +378,56 @@ class CausalLM(ForwardPass):
         states = [_own(state) for state, _ in batch]
         first, *others = (state.target_pass for state in states)
         x = first.run_batch(others, [tokens for _, tokens in batch])
-        logits: Any = self.model.logits(self._final(states[0], x))
+        final = self._final(states[0], x)
+        logits: Any = self.model.logits(final)
         end = 0
         for state, (_, tokens) in zip(states, batch, strict=True):
             own = slice(end, end := end + len(tokens))
-            state.decoded = tuple(tokens), x[own]
-            yield self._output(state, len(tokens), [x[own]] if state.needs.hidden else [], logits[own])
+            state.decoded = tuple(tokens), x[own], final[own]
+            yield self._output(state, *state.decoded, logits[own])
 
     def commit(self, state: State, rows: int) -> None:
         state = _own(state)
         if state.decoded is None:
             raise StateError("commit without a decode before it")
-        tokens, x = state.decoded
+        tokens, x, final = state.decoded
         if not 0 <= rows <= len(tokens):
             raise StateError(f"commit takes 0 to {len(tokens)} rows of the last decode, got {rows}")
         before = state.length
         state.target_pass.commit(rows)
         if rows:
-            self._add_pairs(state, tokens[:rows], x, before)
+            self._add_pairs(state, tokens[:rows], x, final, before)
             if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
                 self.feed_mtp(state)
         state.decoded = None
 
     def _final(self, state: SequenceState, x: Array) -> Array:
         """The state after the final norm, from the output of a pass."""
-        return x[:, : self.info.hidden_size] if state.boundaries else x
-
-    def _at(self, state: SequenceState, x: Array, boundary: int) -> Array:
-        """The state at a layer boundary, from the output of a pass."""
-        number, width = 1 + state.boundaries.index(boundary), self.info.hidden_size
-        return x[:, number * width : (number + 1) * width]
+        return x[:, -self.info.hidden_size :] if state.boundaries else x
 
     def _output(
-        self, state: SequenceState, rows: int, parts: Sequence[Array], logits: Logits | None = None
+        self, state: SequenceState, tokens: Sequence[int], x: Array, final: Array, logits: Logits | None = None
     ) -> ForwardOutput:
-        """``parts``: outputs of passes, row after row; empty if no hidden states are requested."""
-        if not parts:
-            return ForwardOutput(rows=rows, logits=logits)
-
-        def joined(arrays: Iterable[Array]) -> Hidden:
-            first, *others = (self.ops.hidden(array) for array in arrays)
-            return first.join(others) if others else first
-
+        """``x`` and ``final``: the output of a pass, and the states after the final norm in it."""
+        needs = state.needs
         return ForwardOutput(
-            rows=rows,
+            rows=len(tokens),
             logits=logits,
-            hidden=joined(self._final(state, part) for part in parts) if state.needs.final_hidden else None,
-            boundaries={k: joined(self._at(state, part, k) for part in parts) for k in state.needs.boundaries},
+            hidden=self.ops.hidden(final) if needs.final_hidden else None,
+            boundaries=self._boundaries(state, x, needs.boundaries) if needs.boundaries else {},
         )
+
+    def _boundaries(self, state: SequenceState, x: Array, asked: tuple[int, ...]) -> Boundaries:
+        return Boundaries(self.ops.hidden_type(x), state.boundaries, asked)
 
     # --- MTP pairs -------------------------------------------------------------------------------------------------
 
-    def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
+    def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, final: Array, before: int) -> None:
         if state.pairs is not None:
-            rows = self._at(state, x, self.info.layers) if self.model.mtp_residual else self._final(state, x)
-            kept = rows if len(tokens) == rows.shape[0] else rows[: len(tokens)]
-            state.pairs.add(tokens, self.ops.hidden(kept), before)
+            hidden = self.ops.hidden(final)
+            if self.model.mtp_residual:
+                hidden = self._boundaries(state, x, state.boundaries)[self.info.layers]
+            state.pairs.add(tokens, hidden if len(tokens) == len(hidden) else hidden[: len(tokens)], before)
 
     def _mark(self, state: SequenceState) -> None:
         """Save a restore point in the recurrent caches, so that a rewind need not start over."""
@@ -748,10 +825,7 @@ def _run_layers(
         x = layer(x, cache, *own)
         if k in boundaries:
             taken.append(x)
-    x = model.norm(x)
-    for hidden in taken:
-        x = model.ops.concat(x, hidden)
-    return x
+    return functools.reduce(model.ops.concat, [*taken, model.norm(x)])
 
 
 def _run_mtp(model: DecoderModel, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:

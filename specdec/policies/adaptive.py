@@ -164,7 +164,7 @@ class DrafterDepth:
             if self._tokens >= self._due:
                 self._cycles = TRIES
         depth = self.opening[0] if self.opening else self._tried() if self._cycles else self.depth
-        while depth and not self.affordable(budget, depth):
+        while depth > 1 and not self.affordable(budget, depth):  # a draft of one token is
             depth -= 1
         return depth
 
@@ -315,32 +315,40 @@ class AdaptivePolicy(DepthPolicy):
         return self._asked[drafter]
 
     def record(self, cycle: CycleRecord) -> None:
-        drafters = self._drafters.values()
         seconds = cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
         self._budget.passed(seconds)
-        if not cycle.depth and all(one.quiet for one in drafters):
-            if any(one.rates.plain_cycles % SELDOM for one in drafters):  # overhead here slows plain decoding
-                for one in drafters:
-                    one.idle(1)
-                return
+        if not cycle.depth and self._passed_over():
+            return
         self._learnt.last = self
         drafting = self._of(cycle.drafter) if cycle.offered else None
         if drafting is None or not drafting.rates.catching_up:
             self._passes.observe(cycle.offered, cycle.verify_seconds + cycle.commit_seconds)
-        self._budget.plain = self._passes.plain(cycle)
+        self._budget.plain = plain = self._passes.plain(cycle)
         if cycle.depth:
             excused = drafting.rates.spent_catching_up(cycle) if drafting is not None else 0.0
-            self._budget.charge(self._passes.loss(cycle) - excused)
+            self._budget.charge(self._passes.loss(cycle, plain) - excused)
         self._tokens += len(cycle.emitted) - self._tokens / PACE
         self._seconds += seconds / self._passes.load - self._seconds / PACE
-        pace = self._tokens / self._seconds if len(drafters) > 1 and self._seconds else 0.0
+        pace = self._tokens / self._seconds if len(self._drafters) > 1 and self._seconds else 0.0
         for name, one in self._drafters.items():
-            if drafting in (None, one):
+            if drafting is None or drafting is one:
                 depth = min(self._asked.get(name, cycle.depth), cycle.depth)
                 one.observe(cycle if depth == cycle.depth else attrs.evolve(cycle, depth=depth), pace)
             else:
                 one.idle(len(cycle.emitted))
         self._asked.clear()
+
+    def _passed_over(self) -> bool:
+        """Whether a plain cycle is only counted: attention to each would slow plain decoding."""
+        due = True
+        for one in self._drafters.values():
+            if not one.quiet:
+                return False
+            due = due and not one.rates.plain_cycles % SELDOM
+        if not due:
+            for one in self._drafters.values():
+                one.idle(1)
+        return not due
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:

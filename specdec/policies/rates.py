@@ -15,6 +15,7 @@ CARRIED = 8.0  # most observations per position that one generation hands to the
 # costs
 CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
 SLOWER = 0.3  # nats; anything slower is clipped as an outlier, such as a burst of other work on the machine
+SLOWEST = math.exp(SLOWER)  # times the expected seconds
 FASTER = 1.5  # nats; the limit is wider here because no outlier makes a cycle faster
 FOLLOWED = 0.6  # share of a cycle's surprise that the load follows
 DOUBT = 4.0  # what an entry takes of a surprise: DOUBT of DOUBT + 1 + its visits
@@ -38,9 +39,10 @@ class Counts:
 
     def observe(self, asked: int, passed: int) -> None:
         """Count a cycle that asked for so many tokens and got past the first ``passed`` positions."""
-        for position in range(min(asked, passed + 1, len(self.seen))):
-            self.seen[position] = self.seen[position] * self._keep + 1.0
-            self.passed[position] = self.passed[position] * self._keep + (position < passed)
+        seen, got, keep = self.seen, self.passed, self._keep
+        for position in range(min(asked, passed + 1, len(seen))):
+            seen[position] = seen[position] * keep + 1.0
+            got[position] = got[position] * keep + (position < passed)
 
     def forget(self) -> None:
         """Discard all counts."""
@@ -63,6 +65,10 @@ class PassCosts:
     ``log seconds = log table[tokens] + load + own[tokens]``. All depths share the load (other work, clock rate); it
     changes fast and does not affect comparisons of depths. A depth's own correction is learnt from visits and changes
     slowly; an unvisited depth is interpolated from its nearest visited neighbours. Both are running averages.
+
+    Attributes:
+        seconds: by drafted tokens, at the table's load; depths are compared by these.
+        load: what the present load multiplies every time with.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
@@ -70,11 +76,10 @@ class PassCosts:
         self._own = [0.0] * len(table)
         self._visits = [0] * len(table)
         self._first: list[float] = []
-        self._load = 0.0  # of this generation, first measured after FIRST cycles
+        self._load = 0.0  # of this generation, in nats, first measured after FIRST cycles
         self._contrast = 0  # cycles for which the load is still that of another depth
         self._last = -1  # drafted tokens of the previous cycle
-        self.seconds = [math.exp(value) for value in self._table]
-        """By drafted tokens, at the table's load; depths are compared by these."""
+        self.seconds, self.load = [math.exp(value) for value in self._table], 1.0
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn that a cycle with ``tokens`` drafted tokens took ``seconds``; ignores drafts beyond the table."""
@@ -85,12 +90,14 @@ class PassCosts:
         if len(self._first) < FIRST:
             self._first.append(measured)
             self._load = statistics.median(self._first)
+            self.load = math.exp(self._load)
             return
         self._contrast = CONTRAST if changed else max(self._contrast - 1, 0)
         surprise = min(max(measured - self._load, -FASTER), SLOWER)
         # Cycles of a single depth say nothing about its cost relative to others: attribute all of it to the load.
         share = DOUBT / (DOUBT + 1 + self._visits[tokens]) if self._contrast else 0.0
         self._load += FOLLOWED * (1 - share) * surprise
+        self.load = math.exp(self._load)
         self._own[tokens] += share * surprise
         if not self._contrast:
             return
@@ -100,11 +107,6 @@ class PassCosts:
         else:
             self._price(tokens)
 
-    @property
-    def load(self) -> float:
-        """What the present load multiplies every time with."""
-        return math.exp(self._load)
-
     def now(self, tokens: int) -> float:
         """The seconds of a cycle at the present load."""
         return self.seconds[tokens] * self.load
@@ -113,15 +115,15 @@ class PassCosts:
         """The seconds of a plain cycle at the present load. No pass is cheaper than one of a single row."""
         return min(self.now(0), cycle.verify_seconds + cycle.commit_seconds)
 
-    def loss(self, cycle: CycleRecord) -> float:
-        """Seconds that a cycle took longer than plain decoding of its tokens; negative if it was faster."""
+    def loss(self, cycle: CycleRecord, plain: float) -> float:
+        """Seconds that a cycle took longer than its tokens in ``plain`` cycles; negative if it was faster."""
         expected = self.now(min(cycle.offered, len(self.seconds) - 1))
-        verified = min(cycle.verify_seconds + cycle.commit_seconds, math.exp(SLOWER) * expected)
-        return cycle.draft_seconds + verified - self.plain(cycle) * len(cycle.emitted)
+        verified = min(cycle.verify_seconds + cycle.commit_seconds, SLOWEST * expected)
+        return cycle.draft_seconds + verified - plain * len(cycle.emitted)
 
     def begin(self) -> None:
         """Begin another generation: the load is measured again."""
-        self._first, self._load, self._contrast, self._last = [], 0.0, 0, -1
+        self._first, self._load, self.load, self._contrast, self._last = [], 0.0, 1.0, 0, -1
 
     def _price(self, tokens: int) -> None:
         self.seconds[tokens] = math.exp(self._table[tokens] + self._own[tokens])
@@ -264,6 +266,8 @@ class Rates:
 
         A drafter catches up with every token once, however rarely it is tried: no trial is to blame for it.
         """
+        if not self.plain_cycles:
+            return 0.0
         usual = self._drafts(cycle.offered) * self._passes.load
         explained = CATCHING_UP * self.plain_cycles * self.plain_seconds
         return max(min(cycle.draft_seconds - usual, explained), 0.0)
@@ -297,22 +301,25 @@ class Rates:
         The prior of a gain is the acceptance of offered tokens at the position before it. A drafter is assumed to give
         as many tokens as asked for until it does not.
         """
-        self.tokens, self.seconds, self.by_depth = [], [], []
+        passes, (first, step) = self._passes.seconds, self._drafts.line
         tokens = survival = reached = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability
-        guess, (first, step) = FIRST_GUESS, self._drafts.line
-        for position, seconds in enumerate(self._passes.seconds):
-            draft = first + step * position
-            drafted = seconds + draft if draft > 0.0 else seconds
-            spent = shorter + reached * (drafted if position else seconds)
-            self.tokens.append(tokens)
-            self.seconds.append(spent)
-            self.by_depth.append(tokens / spent)
-            if position == len(self._gains.seen):
-                break
-            gain, offer = self._gains.ratio(position, guess), self._offers.ratio(position, 1.0)
-            guess = min(gain / offer, 1.0)
+        drafted = passes[0] + max(first, 0.0)
+        rates, all_tokens, all_seconds = [tokens / passes[0]], [tokens], [passes[0]]
+        guess, gains, offers = FIRST_GUESS, self._gains, self._offers
+        counts = zip(gains.seen, gains.passed, offers.seen, offers.passed, passes[1:], strict=True)
+        for depth, (seen, passed, asked, got, seconds) in enumerate(counts, start=1):
+            gain = (passed + PRIOR_WEIGHT * guess) / (seen + PRIOR_WEIGHT)
+            offer = (got + PRIOR_WEIGHT) / (asked + PRIOR_WEIGHT)
+            guess = gain / offer if gain < offer else 1.0
             survival *= gain
             tokens += survival
             shorter += reached * (1.0 - offer) * drafted
             reached *= offer
+            draft = first + step * depth
+            drafted = seconds + draft if draft > 0.0 else seconds
+            spent = shorter + reached * drafted
+            all_tokens.append(tokens)
+            all_seconds.append(spent)
+            rates.append(tokens / spent)
+        self.tokens, self.seconds, self.by_depth = all_tokens, all_seconds, rates

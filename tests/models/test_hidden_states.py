@@ -1,5 +1,6 @@
 """Hidden states at layer boundaries only where they are asked for; ``test_transformers_parity.py`` compares them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,24 @@ def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypa
     assert state.pairs is state.mtp is None
     assert state.nbytes() < target.new_state(64, Needs(mtp=True)).nbytes()
     assert not any(name.startswith(("mtp", "last")) for name in target.snapshot(state).arrays)
+
+
+def test_columns_of_passes_are_those_of_the_boundaries_in_any_order_of_cutting_and_joining(checkpoint):
+    """Of passes with equal layouts, which are joined whole, and of one that gives another boundary as well."""
+    target = tiny.make_target(checkpoint("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]))
+    last = target.info.layers
+    needs, more = Needs(boundaries=(1, last), final_hidden=True), Needs(boundaries=(0, 1, last), final_hidden=True)
+    outputs = [target.prefill(target.new_state(8, asked), [1, 2, 3]) for asked in (needs, needs, more)]
+    columns = [output.boundaries.side_by_side(needs) for output in outputs]
+    apart = (*(outputs[0].boundaries[k] for k in needs.boundaries), outputs[0].hidden)
+    expected = np.concatenate([hidden.rows() for hidden in apart], axis=1)
+    for one in columns:
+        assert np.array_equal(one.rows(), expected)
+    for joined in (columns[0].join(columns[1:2]), columns[0].join(columns[1:]), columns[2].join(columns[:2])):
+        assert np.array_equal(joined[2:5].rows(), np.concatenate([expected] * 3)[2:5])
+    assert outputs[2].boundaries.side_by_side(Needs(boundaries=(0, last))) is None
+    with pytest.raises(KeyError):
+        outputs[0].boundaries[0]
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,11 @@ class CpuHidden(ArrayHidden):
 
     @staticmethod
     def concatenate(arrays: list[Any]) -> Any:
-        first, middle = arrays[0], len(arrays) // 2
         if sum(array.numel() for array in arrays) < SERIAL:
             return torch.cat(arrays)
-        if middle > 1:
-            arrays = [CpuHidden.concatenate(arrays[:middle]), CpuHidden.concatenate(arrays[middle:])]
+        first = arrays[0]
         joined = torch.empty(sum(map(len, arrays)), *first.shape[1:], dtype=first.dtype, device=CPU)
-        np.concatenate([_bytes(array) for array in arrays], out=_bytes(joined))
+        _copy(arrays, joined)
         return joined
 
     def rows(self) -> Float32:
@@ -45,6 +43,19 @@ class CpuLogits(HostLogits):
     def rows(self) -> Float32:
         rows: Float32 = self.array.numpy()
         return rows
+
+
+def _copy(arrays: list[Any], to: torch.Tensor) -> None:
+    """Write arrays one after another to ``to``, without threads of torch's own."""
+    if to.numel() < SERIAL:
+        torch.cat(arrays, out=to)
+    elif len(arrays) == 1:
+        np.copyto(_bytes(to), _bytes(arrays[0]))
+    else:
+        middle = len(arrays) // 2
+        rows = sum(map(len, arrays[:middle]))
+        _copy(arrays[:middle], to[:rows])
+        _copy(arrays[middle:], to[rows:])
 
 
 def _bytes(array: torch.Tensor) -> Any:

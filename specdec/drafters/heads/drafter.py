@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -30,6 +30,7 @@ from specdec.contract import (
     DrafterSnapshot,
     DraftHead,
     ForwardOutput,
+    Hidden,
     Logits,
     MtpPairs,
     PrepareEnv,
@@ -37,7 +38,7 @@ from specdec.contract import (
 )
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import States, Surroundings
+from specdec.drafters.heads.network import Surroundings
 from specdec.drafters.heads.refiner import Block, Refiner
 from specdec.drafters.logits import MappedLogits
 from specdec.drafters.pruned_head import AUTO, FULL, HeadChoice, PreparedVocabulary, PrunedHeadConfig
@@ -158,7 +159,9 @@ class HeadDrafter(Drafter):
         """Add the states of ``rows`` committed rows that follow ``before`` tokens, unless the ledger has a gap."""
         skipped = self._pairs.length - before
         if 0 <= skipped < rows:
-            states = self._around.states(output)[skipped:rows]
+            states = self._around.states(output)
+            if skipped or rows < len(states):
+                states = states[skipped:rows]
             self._pairs.add(context[before + skipped : before + rows], states, before + skipped)
             if self._pairs.waiting > IDLE_ROWS:
                 self._feed()
@@ -195,8 +198,8 @@ class HeadDrafter(Drafter):
             for at in range(0, len(tokens), FEED_ROWS):
                 self._run_true(tokens[at : at + FEED_ROWS], self._fused(states[at : at + FEED_ROWS]))
 
-    def _fused(self, states: Any) -> Array:
-        return self._head.network.fused(self._around.joined(states))
+    def _fused(self, states: Hidden) -> Array:
+        return self._head.network.fused(self._around.array(states))
 
     def _waiting(self, context: Context) -> tuple[list[int], Array]:
         """Remove the waiting pairs: their tokens, the pending one last, and their fused states."""
@@ -269,7 +272,7 @@ class HeadDrafter(Drafter):
         caches = enumerate(self._caches)
         arrays = {f"{i}.{name}": ops.to_host(a) for i, cache in caches for name, a in cache.save().items()}
         if self._pairs.last is not None:
-            arrays["states"] = ops.to_host(self._around.joined(cast("States", self._pairs.last))).clone()
+            arrays["states"] = ops.to_host(self._around.array(self._pairs.last)).clone()
         return DrafterSnapshot({**arrays, "tokens": np.array(self._fed_tokens, np.int64)}, self._identity())
 
     def _identity(self) -> dict[str, int | str]:
@@ -295,7 +298,7 @@ class HeadDrafter(Drafter):
             self._pairs.fed = len(tokens)
             if "states" in saved.arrays:
                 last = ops.from_host(torch.as_tensor(saved.arrays["states"]))
-                self._pairs.resume(len(tokens), [], self._around.parted(last))
+                self._pairs.resume(len(tokens), [], self._around.whole(last))
         except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors
             self._pairs = MtpPairs()
             self._truncate()

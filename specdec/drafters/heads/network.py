@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -17,11 +17,9 @@ from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Geometry, Layout
+from specdec.models.causal_lm import Boundaries, Columns
 from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
-
-if TYPE_CHECKING:
-    from specdec.exchange import Float32
 
 
 def attention(weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> Attention:
@@ -127,26 +125,6 @@ class Network:
         return [layer.mixer.new_cache(capacity) for layer in self.layers]
 
 
-class States(Hidden):
-    """The states of T rows at n places in the target, kept apart: joining them is work that a head may never need."""
-
-    def __init__(self, parts: Sequence[Hidden]) -> None:
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
-
-    def __getitem__(self, rows: slice) -> States:
-        whole = rows.indices(len(self)) == (0, len(self), 1)  # a view of each part takes longer than the check
-        return self if whole else States([part[rows] for part in self.parts])
-
-    def join(self, others: Sequence[Any]) -> States:
-        return States([part.join([other.parts[i] for other in others]) for i, part in enumerate(self.parts)])
-
-    def rows(self) -> Float32:
-        return np.concatenate([part.rows() for part in self.parts], axis=1)
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Surroundings:
     """What a head computes with beside its own weights.
@@ -166,6 +144,7 @@ class Surroundings:
 
     def array(self, hidden: Hidden) -> Array:
         """Hidden states as the head's ops take them: as they are, or by way of the host."""
+        hidden = hidden.cut() if isinstance(hidden, Columns) else hidden
         if isinstance(hidden, self.ops.hidden_type):
             return self.ops.array(hidden)
         return self.ops.from_host(torch.from_numpy(np.array(hidden.rows())).to(self.dtype))
@@ -175,22 +154,18 @@ class Surroundings:
         """Of activations."""
         return self.ops.to_host(self.ops.embed(self.embed_tokens, [0])).dtype
 
-    def states(self, output: ForwardOutput) -> States:
-        """The states that the head reads, in the order in which ``fc`` joins them."""
-        states = [output.boundaries[k] for k in self.needs.boundaries]
-        states += [output.need_hidden()] if self.needs.final_hidden else []
-        own = self.ops.hidden_type
-        return States([one if isinstance(one, own) else self.ops.hidden(self.array(one)) for one in states])
+    def states(self, output: ForwardOutput) -> Columns:
+        """The states that the head reads, side by side in the order in which ``fc`` takes them: ``[T, n * H_t]``."""
+        boundaries = output.boundaries
+        if isinstance(boundaries, Boundaries) and (states := boundaries.side_by_side(self.needs)) is not None:
+            return states
+        apart = [boundaries[k] for k in self.needs.boundaries]
+        apart += [output.need_hidden()] if self.needs.final_hidden else []
+        return self.whole(functools.reduce(self.ops.concat, map(self.array, apart)))
 
-    def joined(self, states: States) -> Array:
-        """Side by side, ``[T, n * H_t]``."""
-        return functools.reduce(self.ops.concat, map(self.array, states.parts))
-
-    def parted(self, joined: Array) -> States:
-        """``joined`` states apart again."""
-        count = len(self.needs.boundaries) + self.needs.final_hidden
-        size = joined.shape[1] // count
-        return States([self.ops.hidden(joined[:, at * size : (at + 1) * size]) for at in range(count)])
+    def whole(self, states: Array) -> Columns:
+        """States side by side, to be joined with those of passes."""
+        return Columns(self.ops.hidden_type(states), slice(None))
 
 
 def ops_for(shared: SharedWeights, target: ForwardPass) -> Ops:
