@@ -98,8 +98,13 @@ class MarkedCache(Cache):
         """Restore the result of ``_copied`` at ``length``, or the empty state for None; drop provisional rows."""
 
     def mark(self) -> None:
-        if not self._marks or self._marks[-1][0] != self.length:
-            self._marks = [*self._marks[-MARKS + 1 :], (int(self.length), self._copied())]
+        if self._marks and self._marks[-1][0] == self.length:
+            return
+        marks = [*self._marks, (int(self.length), self._copied())]
+        if len(marks) > MARKS:  # the last two end a prompt; of the others, the one least behind another goes
+            lengths = [0, *(length for length, _ in marks)]
+            del marks[min(range(MARKS - 1), key=lambda at: lengths[at + 1] - lengths[at])]
+        self._marks = marks
 
     def marks(self) -> list[int]:
         return [0, *(length for length, _ in self._marks), int(self.length)]

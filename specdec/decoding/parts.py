@@ -126,17 +126,16 @@ def language_model(lm: Parts, who: str) -> Parts:
 
 def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
     """``config`` with every setting that is not None. Raises: PromptError for an unknown or unusable setting."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    if not given:
+    if not settings:
         return config
     known = [field.name for field in attrs.fields(GenerationConfig)]
-    for name in given:
+    for name in settings:
         if name not in known:
             raise PromptError(
                 f"generation has no setting {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
             )
     try:
-        return attrs.evolve(config, **given)
+        return attrs.evolve(config, **{name: value for name, value in settings.items() if value is not None})
     except SpecdecError as error:
         facts = {k.replace(" ", "_"): v.replace("GenerationConfig.", "generation.") for k, v in error.facts.items()}
         raise PromptError(error.message.replace("GenerationConfig.", "generation."), **facts) from None

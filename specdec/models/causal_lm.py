@@ -144,11 +144,12 @@ class Columns(Hidden):
     def __getitem__(self, rows: slice) -> Columns:
         return Columns(self._whole[rows], self._columns)
 
-    def join(self, others: Sequence[Hidden]) -> Hidden:
+    def join(self, others: Sequence[Hidden]) -> Columns:
         alike = [other for other in others if isinstance(other, Columns) and other._layout == self._layout]
         if len(alike) == len(others):
             return Columns(self._whole.join([other._whole for other in alike]), self._columns)
-        return self.cut().join([other.cut() if isinstance(other, Columns) else other for other in others])
+        cut = self.cut().join([other.cut() if isinstance(other, Columns) else other for other in others])
+        return Columns(cut, slice(None))
 
     def rows(self) -> Float32:
         return self.cut().rows()

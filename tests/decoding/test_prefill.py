@@ -3,7 +3,10 @@
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from specdec.backends.caches import MARKS, MarkedCache
 from tests import tiny
 from tests.processes import run_python
 
@@ -59,3 +62,22 @@ def test_a_long_prompt_builds_no_square_matrix(kernels, checkpoint):
     bound = state + 2 * 4 * length * SHAPE["hidden"] + 10 * block + (32 << 20)
     assert bound < 4 * heads * length**2 / 4  # the bound itself can tell a square matrix
     assert grew < bound, f"{grew / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB"
+
+
+class Marked(MarkedCache):
+    length = 0
+    commit = save = load = nbytes = _copied = _become = lambda self, *_: None
+
+
+@given(chunk=st.integers(1, 600), count=st.integers(MARKS, 200))
+def test_marks_reach_far_back_however_small_the_chunks(chunk, count):
+    """The last two are kept, and no two neighbours are further apart than two thirds of the prompt."""
+    cache = Marked()
+    for _ in range(count):
+        cache.length += chunk
+        cache.mark()
+        cache.mark()  # of the same length: nothing
+    marks = cache.marks()[:-1]
+    assert len(marks) == 1 + MARKS
+    assert marks[-2:] == [cache.length - chunk, cache.length]
+    assert all(later - mark <= 2 / 3 * cache.length for mark, later in zip(marks, marks[1:], strict=False))

@@ -36,3 +36,19 @@ def test_the_trained_head_of_the_embedded_model_is_accepted_often():
     lm = specdec.load("demo", drafter="eagle3", depth=4)
     stats = lm.generate("def mean(values):", max_new_tokens=48).stats
     assert stats.accepted[0] > 0.3 * stats.offered[0]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_restored_head_goes_on_drafting(tmp_path, saved):
+    """Its states come from a file or a fork, those of the next prompt, of more rows than a cycle has, from passes."""
+    lm = specdec.load("demo", drafter="eagle3", depth=3)
+    session = lm.session()
+    session.generate([5, 6, 7], max_new_tokens=5, ignore_eos=True)
+    other = session.fork()
+    if saved:
+        session.save(tmp_path / "session")
+        other = lm.session()
+        other.load(tmp_path / "session")
+    ours, theirs = (one.generate(range(20, 60), max_new_tokens=12, ignore_eos=True).stats for one in (other, session))
+    assert ours.speculation()["active"]
+    assert (ours.offered, ours.accepted) == (theirs.offered, theirs.accepted)
