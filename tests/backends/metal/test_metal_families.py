@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_torch_reference_and_sliding_windows_are_refused
         with pytest.raises(UnsupportedError, match="MetalOps has no new_window, which this model needs"):
             tiny.make_target(folder, ops=MetalOps(mx.float32))
     else:
-        families.check_logits(tiny.make_target(folder, ops=MetalOps(mx.float32)), reference, 1e-4)
+        families.check_logits(tiny.make_target(folder, ops=MetalOps(mx.float32)), reference, 3e-4)
 
 
 @exact
