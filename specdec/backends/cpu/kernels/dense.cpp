@@ -91,7 +91,8 @@ void panel_products(const PanelRows<T>& x, int64_t first_row, int64_t rows, int6
     const auto* from = x.data + first_row * x.stride;
 #ifdef SPECDEC_TILES
     if constexpr (std::is_same_v<T, bf16>)
-        return products_by_tiles(panel, words, n, from, x.stride, rows, out, BLOCK, first_row ? 0 : PANEL_AHEAD);
+        if (words >= LEAST_WORDS)
+            return products_by_tiles(panel, words, n, from, x.stride, rows, out, BLOCK, first_row ? 0 : PANEL_AHEAD);
 #endif
     const auto tiles = [&](auto run) {  // run(first row, rows) for every tile of rows
         for (int64_t m = 0; m < rows;) {

@@ -15,6 +15,7 @@ namespace specdec {
 
 constexpr int64_t TILE_ROWS = 16, TILE_WORDS = 16, TILE_BYTES = TILE_WORDS * WORD;  // of a row
 constexpr int64_t PANEL_WORD = FEATURES * WORD;                                      // bytes
+constexpr int64_t LEAST_WORDS = 256;  // of a row: with fewer, setting up tiles takes longer than one row saves
 static_assert(FEATURES == 2 * TILE_ROWS);
 
 // Tiles 0 to 3 hold sums (of rows 0 to 15 with features 0 to 15, then 16 to 31; of the next rows likewise), 4 and 5
