@@ -91,7 +91,7 @@ def _drafted(sequence: LiveSequence, depth: int, stats: RunStats) -> Passes[tupl
                 output = yield request  # other sequences may run meanwhile
                 seconds, started = seconds + request.seconds, perf_counter()
         except StopIteration as end:
-            draft, fault = checked_draft(end.value, depth, sequence.target.info.vocab_size)
+            draft, fault = checked_draft(end.value, depth, sequence.target.info.vocab_size, context)
     except Exception as error:  # noqa: BLE001 - drafting is optional, whatever a plugin raises
         sequence.switch_off("propose", error)
         return EMPTY_DRAFT, seconds

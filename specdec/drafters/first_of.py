@@ -84,7 +84,7 @@ class _Member:
         """Ask for a draft, likewise; empty if that fails."""
         try:
             draft = yield from self.drafter.drafting(context, depth)
-            return checked_draft(draft, depth, vocab_size)[0]
+            return checked_draft(draft, depth, vocab_size, context)[0]
         except Exception as error:  # noqa: BLE001 - the others go on
             self._fail("propose", error)
             return EMPTY_DRAFT

@@ -277,7 +277,9 @@ class HostedDrafter:
         draft = None
         if depth:
             draft = self._call(
-                session, "propose", lambda drafter: self._usable(drafter.propose(session.context, depth), depth)
+                session,
+                "propose",
+                lambda drafter: self._usable(drafter.propose(session.context, depth), depth, session.context),
             )
         session.drafted_at, session.draft = len(session), draft or ()
         self.stats.cycles += 1
@@ -296,9 +298,9 @@ class HostedDrafter:
                 self._count_failure(session.failure)
         return None
 
-    def _usable(self, draft: Draft, depth: int) -> tuple[int, ...]:
+    def _usable(self, draft: Draft, depth: int, context: Context) -> tuple[int, ...]:
         """The part of a draft that a host can verify."""
-        checked, fault = checked_draft(draft, depth, self.info.vocab_size)
+        checked, fault = checked_draft(draft, depth, self.info.vocab_size, context)
         if fault and fault not in self.faults:
             log.warning("draft_cut", host=self.info.family, drafter=self.name, reason=fault)
         if fault:

@@ -9,6 +9,7 @@ import attrs
 
 from specdec.config import Choice
 from specdec.contract import (
+    Context,
     DepthPolicy,
     DepthPolicySpec,
     Draft,
@@ -16,6 +17,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
+    DraftNoise,
     ForwardPass,
     Needs,
     PrepareEnv,
@@ -104,12 +106,15 @@ def make_verifier(choice: Choice) -> Verifier:
 
 # --- what drafters and verifiers return -------------------------------------------------------------------------------
 
+SUM_TOLERANCE = 1e-4  # of a draft distribution
 
-def checked_draft(draft: Draft, depth: int, vocab_size: int) -> tuple[Draft, str]:
+
+def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -> tuple[Draft, str]:
     """A draft of plain ints, cut to ``depth`` tokens and before the first id outside the vocabulary.
 
     Returns it with the fault for which it was cut, or "".
-    Raises: ContractError for what is no Draft, or has ``probs`` of another shape.
+    Raises: ContractError for what is no Draft, has ``probs`` of another shape, or, where a ratio test reads them,
+        ``probs`` that its tokens cannot have been drawn from.
     """
     if not isinstance(draft, Draft):
         raise ContractError(f"propose returned {typed(draft)}", takes="a specdec.Draft")
@@ -125,7 +130,16 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int) -> tuple[Draft, str
             f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
             takes=f"probs of shape [K, {vocab_size}] and dtype float32, or None",
         )
-    return Draft(tokens, probs[: len(tokens)], draft.drafter), fault
+    probs = probs[: len(tokens)]
+    if tokens and context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0:
+        drawn = probs[range(len(tokens)), tokens]
+        sums = probs.sum(axis=1, dtype="float64")
+        if not ((probs >= 0).all() and (abs(sums - 1) <= SUM_TOLERANCE).all() and (drawn > 0).all()):
+            raise ContractError(
+                "propose returned probs that its tokens cannot have been drawn from",
+                takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
+            )
+    return Draft(tokens, probs, draft.drafter), fault
 
 
 def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:

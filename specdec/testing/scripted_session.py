@@ -118,7 +118,7 @@ class ScriptedSession:
         for token in draft.tokens:
             note("D1", type(token) is int, "a token is no plain int", got=f"{token!r} of type {type(token).__name__}")
         try:
-            usable, fault = checked_draft(draft, depth, vocab)
+            usable, fault = checked_draft(draft, depth, vocab, self.context())
             note("D1", not fault, fault, got=draft.tokens, expected=f"{depth} tokens below {vocab}")
         except ContractError as error:
             note("D9", False, error.message, got=draft.probs)

@@ -5,20 +5,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Draft, Verdict
+from specdec.contract import Context, Draft, DraftNoise, Sampling, Verdict
 from specdec.errors import ContractError
 from specdec.registry import checked_draft, checked_verdict
 
 VOCAB = 7
+PLAIN = Context([1, 2])
+RATIO = Context([1, 2], Sampling(temperature=1.0), draft_noise=DraftNoise.INDEPENDENT)
 
 
 @given(st.lists(st.integers(-2, VOCAB + 1), max_size=6), st.integers(0, 6))
 def test_a_draft_is_cut_to_the_depth_and_before_the_first_id_outside(tokens, depth):
-    draft, fault = checked_draft(Draft(tuple(tokens)), depth, VOCAB)
+    draft, fault = checked_draft(Draft(tuple(tokens)), depth, VOCAB, PLAIN)
     assert draft.tokens == tuple(tokens[: len(draft.tokens)])
     assert len(draft.tokens) <= depth
     assert all(0 <= token < VOCAB for token in draft.tokens)
     assert bool(fault) == (len(draft.tokens) < len(tokens))
+
+
+def law(token, value=1.0):
+    row = np.full(VOCAB, (1 - value) / (VOCAB - 1), np.float32)
+    row[token] = value
+    return row
+
+
+DISHONEST = {
+    "NaN": Draft((1,), np.full((1, VOCAB), np.nan, np.float32)),
+    "negative": Draft((1,), law(1, 1.5)[None]),
+    "no distribution": Draft((1,), 2 * law(1)[None]),
+    "a token of probability 0": Draft((2,), law(1)[None]),
+}
+
+
+@pytest.mark.parametrize("name", DISHONEST)
+def test_probs_are_checked_where_a_ratio_test_reads_them(name):
+    assert checked_draft(DISHONEST[name], 4, VOCAB, PLAIN)[1] == ""
+    with pytest.raises(ContractError, match="cannot have been drawn"):
+        checked_draft(DISHONEST[name], 4, VOCAB, RATIO)
 
 
 @given(st.integers(-2, 5), st.integers(-2, VOCAB + 1), st.integers(0, 4))
