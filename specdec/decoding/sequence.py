@@ -18,7 +18,7 @@ from specdec.registry import Kind, calling, reason
 log = get_logger(__name__)
 
 PREFILL_CHUNK = 512  # prompt tokens between two checks of the stop flag
-SHARED_CHUNK = 64  # likewise while other generations wait, on targets that promise so many rows the bits of single ones
+SHARED_CHUNK = 32  # likewise while other generations wait, on targets that promise so many rows the bits of single ones
 PREFILL_TAIL = 8  # the last tokens of a prompt run as a separate chunk
 """A recurrent state can only rewind to the end of a prefill chunk. The next prompt of a conversation often differs from
 this one in its last few tokens (the template changes the start of the answer), so a chunk ends before them."""
