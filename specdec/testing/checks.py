@@ -12,7 +12,6 @@ import inspect
 import io
 import random
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from time import process_time
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -23,7 +22,7 @@ import torch
 
 from specdec.checking import between, checked
 from specdec.errors import described
-from specdec.testing.subjects import Subject
+from specdec.testing.subjects import PluginSubject, Subject
 
 CONTRACT = "2026.2"
 """The version of the contract, by date."""
@@ -233,10 +232,6 @@ class Faults(dict[str, Broken]):
         self.note(clause, not printed.getvalue(), "something was printed", got=printed.getvalue())
 
 
-_SHOWN: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], set[str]]] = weakref.WeakKeyDictionary()
-"""By subject: the clauses that a complete run of a driver showed to be broken, by driver, seed and effort."""
-
-
 @functools.cache
 def _backend() -> str:
     """Register a hypothesis backend whose cases depend on the seed alone, and return its name.
@@ -287,7 +282,7 @@ class Run:
 
     def drive(
         self,
-        subject: object,
+        subject: PluginSubject,
         clause: str,
         driver: Callable[..., Faults],
         *,
@@ -300,9 +295,8 @@ class Run:
 
         Raises: Broken for a fault of ``clause``.
         """
-        runs = _SHOWN.setdefault(subject, {})
         key = (driver, self.seed, self.effort)
-        if clause not in runs.get(key, {clause}):
+        if clause not in subject.shown.get(key, {clause}):
             return
         shown: set[str] = set()
 
@@ -313,7 +307,7 @@ class Run:
                 raise faults[clause]
 
         self.explore(body, examples=examples, **strategies)
-        runs[key] = shown
+        subject.shown[key] = shown
 
     def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: Any) -> None:
         """Call ``body`` with drawn arguments; the same seed draws the same cases.

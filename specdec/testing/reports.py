@@ -19,7 +19,7 @@ from specdec.config import structure_options
 from specdec.errors import ConfigError, SpecdecError, shown
 from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_ids, iter_checks
-from specdec.testing.subjects import AnySubject, Subject, as_subject, registered_subjects, subject_of
+from specdec.testing.subjects import AnySubject, as_subject, registered_subjects, subject_of
 
 
 class CheckFailure(SpecdecError, AssertionError):
@@ -210,13 +210,8 @@ def check_plugin(
     else:
         name, given = str(getattr(plugin, "name", type(plugin).__name__)), [_subject(plugin, config, options)]
     wanted = None if only is None else set(only)
-    expect_ids(wanted or (), [subject for subject, _ in given])
-    planned = [
-        (check, under_test)
-        for subject, under_test in given
-        for check in iter_checks(subject)
-        if wanted is None or check.id in wanted
-    ]
+    expect_ids(wanted or (), [one.kind for one in given])
+    planned = [(check, one) for one in given for check in iter_checks(one.kind) if wanted is None or check.id in wanted]
     seconds, began = EFFORTS[effort].seconds, process_time()
     outcomes: list[Outcome] = []
     for number, (check, under_test) in enumerate(planned):
@@ -232,7 +227,7 @@ def check_plugin(
     return Report(name, seed, tuple(outcomes), tuple(notes))
 
 
-def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> tuple[Subject, AnySubject]:
+def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> AnySubject:
     kind = subject_of(plugin)
     if kind is None:
         raise ConfigError(
@@ -241,4 +236,4 @@ def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> tup
         )
     if options is not None:
         config = structure_options(options, plugin.config, kind.document)
-    return kind, as_subject(kind, plugin, config)
+    return as_subject(kind, plugin, config)

@@ -30,7 +30,7 @@ from specdec.contract import (
 from specdec.errors import ContractError
 from specdec.registry import checked_draft
 from specdec.testing.checks import Faults
-from specdec.testing.subjects import DrafterSubject
+from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory, TableModel
 
 CAPACITY = 4096
@@ -60,7 +60,7 @@ class ScriptedSession:
         reports: every report that was asked for, and its JSON at that time.
     """
 
-    subject: DrafterSubject
+    subject: PluginSubject
     model: ForwardPass = attrs.field()
     sampling: Sampling = attrs.field(factory=Sampling)
     noise: DraftNoise = DraftNoise.COUPLED
@@ -229,10 +229,15 @@ class ScriptedSession:
         return other
 
 
+def layers_for(subject: PluginSubject) -> int:
+    """Decoder layers that a target must have for the boundaries in a drafter's needs."""
+    return max((1, *subject.needs.boundaries))
+
+
 @cache
-def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> TableModel:
+def target_for(subject: PluginSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> TableModel:
     """A model that supports the drafter's needs; it is the same at every call."""
-    options: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": subject.layers, "max_positions": 4 * CAPACITY}
+    options: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": layers_for(subject), "max_positions": 4 * CAPACITY}
     return TableModel.random(vocab, memory=memory, tilt=0.7, **options)
 
 

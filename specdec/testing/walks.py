@@ -16,7 +16,7 @@ import torch
 from specdec.contract import Draft, DraftNoise, Sampling
 from specdec.testing.checks import Faults
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for
-from specdec.testing.subjects import DrafterSubject
+from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory
 
 VOCAB = 40
@@ -67,7 +67,7 @@ class Walk:
         session: the last one.
     """
 
-    subject: DrafterSubject
+    subject: PluginSubject
     setting: str
     route: str = "cycles"
     seed: int = 0

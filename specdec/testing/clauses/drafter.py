@@ -19,9 +19,9 @@ from specdec.testing.checks import Faults, Run, check, driven, expect, not_appli
 from specdec.testing.engine_run import expect_plain_output, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.reference_sampling import Places, joint_distribution
-from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for
+from specdec.testing.scripted_session import ScriptedSession, drafts_equal, layers_for, target_for
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import DrafterSubject
+from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory, TableModel
 from specdec.testing.walks import SETTINGS, VOCAB, Walk, note_difference, text
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
@@ -47,7 +47,7 @@ _ROUTES = {
 """By route: the clause that it tests, the most tokens, and what a difference means."""
 
 
-def _drafters(subject: DrafterSubject, length: int, seed: int, setting: str, memory: Memory) -> Faults:
+def _drafters(subject: PluginSubject, length: int, seed: int, setting: str, memory: Memory) -> Faults:
     """Take drafters through a text, the first in single steps and the others by routes."""
     tokens = text(seed, length if setting == "greedy" else min(length, DRAWN))
     options: dict[str, Any] = {"subject": subject, "setting": setting, "seed": seed, "memory": memory}
@@ -115,7 +115,7 @@ DEEP, LETTERS = 9, 8  # tokens of a draft, and of the vocabulary
 
 
 @check("D10")
-def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
+def distributions_are_honest(subject: PluginSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
     model, drafted, what = target_for(subject, vocab=LETTERS), False, "drafted tokens do not follow their probs"
     shared = subject.prepare(model)
@@ -155,7 +155,7 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
 
 
 @check("D22")
-def drafts_in_hosts(subject: DrafterSubject, run: Run) -> None:
+def drafts_in_hosts(subject: PluginSubject, run: Run) -> None:
     """Without needs, a draft is a function of tokens and configuration, so that it is the same in every engine."""
     if not subject.needs.tokens_only:
         not_applicable("it needs more of its target than tokens")
@@ -190,7 +190,7 @@ def drafts_in_hosts(subject: DrafterSubject, run: Run) -> None:
 
 
 @check("D13")
-def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
+def tokens_of_plain_decoding(subject: PluginSubject, run: Run) -> None:
     """In the engine with the strict verifier, the output is that of plain decoding, for every depth and sampling."""
 
     def body(prompt: list[int], memory: Memory, **how: Any) -> None:
@@ -205,7 +205,7 @@ def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
 
 
 @check("D14")
-def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
+def distribution_of_the_target(subject: PluginSubject, run: Run) -> None:
     """In the engine with a ratio test, the output follows the target's joint distribution: no noise is reused."""
     walks = [
         Walk(subject=subject, setting="independent", seed=1, cycle=cycle).through(text(1, 120)) for cycle in (0, 5)
@@ -217,7 +217,7 @@ def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
     expect(surprise < 20 or first != second, what, got=f"the same {len(first)} drafts in both cycles")
     table = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.45, 0.05]])
     head = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
-    model = TableModel(table, mtp_table=head if subject.needs.mtp else None, layers=subject.layers)
+    model = TableModel(table, mtp_table=head if subject.needs.mtp else None, layers=layers_for(subject))
     prompt, tally = [0, 1, 0, 1, 2, 0, 1], np.zeros((3, 3, 3), np.int64)
     verifier, shared = RejectionVerifier(RejectionConfig()), subject.prepare(model)
     for number in run.repeat(700, least=50):

@@ -14,7 +14,7 @@ from specdec.testing.clauses.forward_pass import check_logits
 from specdec.testing.clauses.ops import layers
 from specdec.testing.clauses.ops.layers import CAPACITY, Layer
 from specdec.testing.clauses.ops.operations import LENGTH, OPERATIONS, REFERENCE, ROWS, VOCAB, Bench, row_calls
-from specdec.testing.subjects import OpsSubject
+from specdec.testing.subjects import PluginSubject
 
 SENTENCES = {
     "O1": "``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the rows of a ``weight`` or ``table`` in "
@@ -42,7 +42,7 @@ SENTENCES = {
 """The clauses that hold if the operations of the table agree with the reference."""
 
 
-def _compare(subject: OpsSubject, run: Run, clause: str) -> None:
+def _compare(subject: PluginSubject, run: Run, clause: str) -> None:
     bench = Bench(subject, run)
     for operation in OPERATIONS:
         if operation.clause == clause:
@@ -64,7 +64,7 @@ def _tied(bench: Bench) -> Any:
 
 
 @check("O10")
-def head(subject: OpsSubject, run: Run) -> None:
+def head(subject: PluginSubject, run: Run) -> None:
     """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax, the lowest id of
     equal ones; ``softcap`` limits them."""
     _compare(subject, run, "O10")
@@ -78,7 +78,7 @@ def head(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O20")
-def pruned_head(subject: OpsSubject, run: Run) -> None:
+def pruned_head(subject: PluginSubject, run: Run) -> None:
     """``pruned_head`` gives ``head``'s logits at the ids of ``head_rows`` and -inf elsewhere, added ids included."""
     _compare(subject, run, "O20")
     bench = Bench(subject, run)
@@ -144,7 +144,7 @@ def _attentions(bench: Bench, clause: str) -> Iterator[tuple[Layer, int, int]]:
                 yield layers.window(bench, before + rows, first, causal=causal), before, rows
 
 
-def _attend(subject: OpsSubject, run: Run, clause: str) -> None:
+def _attend(subject: PluginSubject, run: Run, clause: str) -> None:
     """Compare passes with the reference, over caches that were full of NaN."""
     bench = Bench(subject, run)
     for number, (layer, before, rows) in enumerate(_attentions(bench, clause)):
@@ -174,7 +174,7 @@ checks_of(
 )
 
 
-def _delta(subject: OpsSubject, run: Run, clause: str) -> None:
+def _delta(subject: PluginSubject, run: Run, clause: str) -> None:
     """Compare a result of the delta layer in a long pass and short ones."""
     bench, result = Bench(subject, run), ("O7", "O8").index(clause)
     for rows in (1, 3, 9, 19):
@@ -200,7 +200,7 @@ checks_of(
 
 
 @check("O12")
-def row_invariance(subject: OpsSubject, run: Run) -> None:
+def row_invariance(subject: PluginSubject, run: Run) -> None:
     """BITWISE: a row's bits are the same in a pass of one row and in a pass of any number up to ``max_rows``."""
     bench = Bench(subject, run)
     if bench.ops.capabilities.parity is not Parity.BITWISE:
@@ -220,7 +220,7 @@ def row_invariance(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O13")
-def commit_cuts(subject: OpsSubject, run: Run) -> None:
+def commit_cuts(subject: PluginSubject, run: Run) -> None:
     """``commit(a)`` after T rows leaves the bits of a pass of a rows; dropped rows leave no trace, even if NaN."""
     bench = Bench(subject, run)
     most = bench.ops.capabilities.max_rows
@@ -249,7 +249,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O14")
-def going_back(subject: OpsSubject, run: Run) -> None:
+def going_back(subject: PluginSubject, run: Run) -> None:
     """``truncate`` reaches a point in the cache, or changes nothing and returns False; ``save`` and ``load`` copy."""
     bench = Bench(subject, run)
     for layer in layers.every(bench, 9):
@@ -280,7 +280,7 @@ def going_back(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O15")
-def inputs_untouched(subject: OpsSubject, run: Run) -> None:
+def inputs_untouched(subject: PluginSubject, run: Run) -> None:
     """Ops return new arrays and never write to their inputs."""
     bench, rows = Bench(subject, run), 4
     for name, call in [*row_calls(bench, rows), *((layer.name, layer) for layer in layers.every(bench, rows))]:
@@ -299,7 +299,7 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O25")
-def append(subject: OpsSubject, run: Run) -> None:
+def append(subject: PluginSubject, run: Run) -> None:
     """``append`` leaves the cache as ``attend`` of the same rows does; they are provisional until a commit."""
     bench = Bench(subject, run)
     layer = layers.attention(bench, 9, gated=False)

@@ -19,7 +19,7 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Clamp, DeltaShape, Ops, Rope, Routing
 from specdec.errors import UnsupportedError
 from specdec.testing.checks import Broken, NotApplicable, Run, expect, expect_equal, not_applicable
-from specdec.testing.subjects import OpsSubject
+from specdec.testing.subjects import PluginSubject
 
 if TYPE_CHECKING:
     from specdec.exchange import Float64
@@ -60,7 +60,7 @@ class Position:
 class Bench:
     """A backend's ops, arguments drawn for them, and comparisons."""
 
-    def __init__(self, subject: OpsSubject, run: Run) -> None:
+    def __init__(self, subject: PluginSubject, run: Run) -> None:
         self.ops: Ops = subject.make()
         self.rng = np.random.default_rng(run.seed + 1)
         dtype = torch.finfo(self.ops.to_host(self.act(1, 8).array).dtype)
