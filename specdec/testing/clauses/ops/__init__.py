@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,45 +124,55 @@ SPANS = (
 """Rows of the pass, rows in the cache, and the first row seen by a row of the cache in a pass from ``start`` on."""
 
 
-def _attentions(bench: Bench, clause: str) -> Iterator[tuple[Layer, int, int]]:
-    """The layers that a clause is about, with the rows in the cache and those of the pass."""
+def _layers(bench: Bench, clause: str) -> Iterator[tuple[Layer, Sequence[int]]]:
+    """The layers that a clause is about, and where their passes end."""
+    for rows in (1, 3, 9, 19) if clause in ("O7", "O8") else ():
+        yield layers.delta(bench, rows), sorted({max(1, rows - 5), max(1, rows - 4), rows})
+    for rows, before, first in SPANS if clause == "O24" else ():
+        for causal in (True, False):
+            yield layers.window(bench, before + rows, first, causal=causal), (before, before + rows)
     for number, (rows, before) in enumerate(PASSES):
+        end = before + rows
         if clause == "O6":
-            yield layers.attention(bench, before + rows, gated=number % 3 != 1), before, rows
+            yield layers.attention(bench, end, gated=number % 3 != 1), (before, end)
         elif clause == "O31":
-            yield layers.cached(bench, before + rows), before, rows
+            yield layers.cached(bench, end), (before, end)
         elif clause == "O19":
-            yield layers.latent(bench, before + rows), before, rows
+            yield layers.latent(bench, end), (before, end)
         elif clause == "O26":
             for size in (1, 5, 70):
-                yield layers.sliding(bench, before + rows, size), before, rows
+                yield layers.sliding(bench, end, size), (before, end)
         elif clause == "O28":
-            yield layers.sunk(bench, before + rows, (0, 5)[number % 2]), before, rows
-    if clause == "O24":
-        for rows, before, first in SPANS:
-            for causal in (True, False):
-                yield layers.window(bench, before + rows, first, causal=causal), before, rows
+            yield layers.sunk(bench, end, (0, 5)[number % 2]), (before, end)
 
 
-def _attend(subject: PluginSubject, run: Run, clause: str) -> None:
+def _compare_layers(subject: PluginSubject, run: Run, clause: str) -> None:
     """Compare passes with the reference, over caches that were full of NaN."""
-    bench = Bench(subject, run)
-    for number, (layer, before, rows) in enumerate(_attentions(bench, clause)):
-        cache, truth = layer.cache(CAPACITY), layer.new(REFERENCE, CAPACITY)
-        layers.fill_with_nan(cache)
-        for first, last in ((0, before), (before, before + rows)) if before else ((0, rows),):
-            got, expected = layer.of(bench.ops, first, last, cache=cache), layer.of(REFERENCE, first, last, cache=truth)
-            cache.commit(last - first)
-            truth.commit(last - first)
-        bound = float(layer.drawn[layer.mixed].values.abs().max()) * (2 * bench.eps + 1e-5)
-        bench.close(got[0], expected[0], bound, layer.name, rows=rows, cached=before, case=number)
+    bench, result = Bench(subject, run), int(clause == "O8")
+    for number, (layer, ends) in enumerate(_layers(bench, clause)):
+        caches, at = {ops: layer.new(ops, CAPACITY) for ops in (bench.ops, REFERENCE)}, 0
+        if layer.mixed is not None:
+            layers.fill_with_nan(caches[bench.ops])
+        for end in filter(None, ends):
+            got, truth = (layer.of(ops, at, end, cache=cache)[result] for ops, cache in caches.items())
+            for cache in caches.values():
+                cache.commit(end - at)
+            if layer.mixed is None:
+                bound = float(truth.abs().max()) * (8 * bench.eps + 2.0**-15)
+            else:
+                bound = float(layer.drawn[layer.mixed].values.abs().max()) * (2 * bench.eps + 1e-5)
+            bench.close(got, truth, bound, layer.name, rows=end - at, cached=at, case=number)
+            at = end
 
 
 checks_of(
-    _attend,
+    _compare_layers,
     {
         "O6": "``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid "
         "gate.",
+        "O7": "``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the "
+        "pass.",
+        "O8": "``gated_delta`` is the gated delta rule, token by token from the cached matrix.",
         "O19": "``attend_latent`` is causal softmax attention in which all heads read whole rows and mix their first "
         "values.",
         "O24": "``attend_from`` attends from each row's first row on, up to itself, or to the end of the pass.",
@@ -170,31 +180,6 @@ checks_of(
         "included.",
         "O28": "``attend`` over a cache with sinks gives them their share of every softmax, and mixes no value for it.",
         "O31": "``attend_cached`` is ``attend`` over cached rows and those that the pass has appended.",
-    },
-)
-
-
-def _delta(subject: PluginSubject, run: Run, clause: str) -> None:
-    """Compare a result of the delta layer in a long pass and short ones."""
-    bench, result = Bench(subject, run), ("O7", "O8").index(clause)
-    for rows in (1, 3, 9, 19):
-        layer, at = layers.delta(bench, rows), 0
-        caches = {ops: layer.new(ops, rows) for ops in (bench.ops, REFERENCE)}
-        for end in sorted({max(1, rows - 5), max(1, rows - 4), rows}):
-            got, truth = (layer.of(ops, at, end, cache=cache)[result] for ops, cache in caches.items())
-            for cache in caches.values():
-                cache.commit(end - at)
-            bound = float(truth.abs().max()) * (8 * bench.eps + 2.0**-15)
-            bench.close(got, truth, bound, ("conv_window", "gated_delta")[result], rows=rows, at=at)
-            at = end
-
-
-checks_of(
-    _delta,
-    {
-        "O7": "``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the "
-        "pass.",
-        "O8": "``gated_delta`` is the gated delta rule, token by token from the cached matrix.",
     },
 )
 
