@@ -92,23 +92,20 @@ class Failure:
         """Whether this plugin most likely provides ``name``."""
         return name == self.name or self.origin.distribution == f"specdec-{name}"
 
-    def remedy(self, otherwise: str | None = None) -> str:
-        """What the user can do about it."""
+    def as_error(self, what: str = "", otherwise: str | None = None, **facts: Any) -> PluginError:
+        """The error to raise: ``what`` failed, and what the user can do about it, or do ``otherwise``."""
         if isinstance(self.error, ModuleNotFoundError) and self.error.name:
             repair = f"install the missing module {self.error.name!r}"
         elif self.origin.distribution is not None:
             repair = f"upgrade {self.origin.distribution}, or report this to its author"
         else:
             repair = f"repair {self.origin.module or self.name}"
-        return f"{repair}, or {otherwise}" if otherwise else repair
-
-    def as_error(self) -> PluginError:
-        """The error to raise in strict mode."""
         return PluginError(
-            f"the plugin {self.name!r} failed ({self.during})",
+            what or f"the plugin {self.name!r} failed ({self.during})",
+            **facts,
             plugin=f"{self.name} ({self.origin})",
             error=self.reason,
-            try_=self.remedy(),
+            try_=f"{repair}, or {otherwise}" if otherwise else repair,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, ForwardPass, Needs, Sampling, Verifier
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
-from specdec.decoding.sequence import LiveSequence
+from specdec.decoding.sequence import LiveSequence, prefill
 from specdec.testing.checks import expect_equal
 
 CAPACITY = 256  # tokens of a state
@@ -51,16 +51,10 @@ def run_engine(
         target=target, state=state, drafter=drafter, verifier=verifier, tokens=tokens, context=context
     )
     stats = RunStats()
-    if len(prompt) > 1:
-        output = target.prefill(state, tokens[:-1])
-        if make is not None:
-            drafter.prefill(Context(tokens[:-1], sampling), output)
-    cycle = 0
-    while len(tokens) < len(prompt) + count:
-        room = len(prompt) + count - len(tokens)
-        depth = 0 if make is None else min(depths[cycle % len(depths)], room - 1, target.info.max_rows - 1)
+    prefill(sequence, stats)
+    while room := len(prompt) + count - len(tokens):
+        depth = min(depths[stats.cycles % len(depths)], room - 1, target.info.max_rows - 1)
         run_cycle(sequence, depth, len, stats)
-        cycle += 1
     stats.inactive_reason = sequence.failure
     return tokens[len(prompt) :], stats
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specdec.checking import checked
 from specdec.config import structure_options
-from specdec.errors import ConfigError, SpecdecError, shown
+from specdec.errors import ConfigError, SpecdecError, cut, shown
 from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, as_subject, registered_subjects, subject_of
@@ -111,8 +111,7 @@ def _short(value: object) -> str:
     if isinstance(value, np.ndarray):
         value = np.array2string(value, precision=4, separator=", ", threshold=40, max_line_width=10**6)
     text = value if isinstance(value, str) else shown(value, 4 * MOST)  # some objects have no repr
-    text = " ".join(text[: 8 * MOST].split())
-    return text if len(text) <= MOST else f"{text[: MOST - 3]}..."
+    return cut(" ".join(text[: 8 * MOST].split()), MOST)
 
 
 @contextlib.contextmanager
@@ -168,13 +167,6 @@ class Report:
             "checks": [one.to_dict() for one in self.outcomes],
         }
 
-    def __str__(self) -> str:
-        lines = [f"{self.name}: {'passes' if self.ok else 'fails'} contract {CONTRACT}"]
-        for one in self.outcomes:
-            if one.status is not Status.PASSED:
-                lines += [f"{one.check.id} {one.status.value}", *(f"  {line}" for line in one.detail.splitlines())]
-        return "\n".join([*lines, *self.notes])
-
 
 @checked()
 def check_plugin(
@@ -211,7 +203,8 @@ def check_plugin(
         name, given = str(getattr(plugin, "name", type(plugin).__name__)), [_subject(plugin, config, options)]
     wanted = None if only is None else set(only)
     expect_ids(wanted or (), [one.kind for one in given])
-    planned = [(check, one) for one in given for check in iter_checks(one.kind) if wanted is None or check.id in wanted]
+    checks = [check for check in iter_checks() if wanted is None or check.id in wanted]
+    planned = [(check, one) for check in checks for one in given if one.kind is check.subject]
     seconds, began = EFFORTS[effort].seconds, process_time()
     outcomes: list[Outcome] = []
     for number, (check, under_test) in enumerate(planned):
@@ -222,8 +215,6 @@ def check_plugin(
         share = min(max(seconds - used, 0.0), SHARES * seconds / len(planned))  # what quicker checks leave goes on
         how: dict[str, Any] = {"seed": seed, "effort": effort, "seconds": share}
         outcomes.append(run_check(check, under_test, replay=f"{replay} --only {check.id}" if replay else again, **how))
-    order = list(iter_checks())
-    outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
     return Report(name, seed, tuple(outcomes), tuple(notes))
 
 

@@ -196,15 +196,15 @@ def registered_subjects(
     """
     entries = registry().entries()
     found = [entry for entry in entries if name in (entry.spec.name, entry.origin.distribution)]
-    asked = {"backend": name, **(options or {})}
     observers = [
         plugin
         for word, plugin in registry().hooks()
         if word == "observer" and name in (plugin.name, plugin.origin.distribution)
     ]
-    if not found and not observers and (foreign := foreign_target(_target_config(name, asked))) is not None:
-        return [as_subject(Subject.FORWARD_PASS, foreign.target)], []
     if not found and not observers:
+        asked = structure_options({"backend": name, **(options or {})}, TargetConfig, f"check.{name}")
+        if (foreign := foreign_target(asked)) is not None:
+            return [as_subject(Subject.FORWARD_PASS, foreign.target)], []
         for failure in registry().failures:
             if failure.fatal and failure.stands_for(name):
                 registry().drafter(name, asked_by="specdec check")  # raises the plugin's own error
@@ -222,18 +222,14 @@ def registered_subjects(
     return subjects, notes
 
 
-def _target_config(name: str, options: Mapping[str, Any]) -> TargetConfig:
-    """Which target to check: ``options`` are keys of the table ``target``."""
-    return structure_options(options, TargetConfig, f"check.{name}")
-
-
 def _add(
     entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: list[AnySubject], notes: list[str]
 ) -> None:
     spec: Any = entry.spec
     label, subject = f"{entry.kind.value} {spec.name}", _KINDS[entry.kind]
     if entry.kind is Kind.MODEL and options:
-        loaded = load_target(RunConfig(target=_target_config(spec.name, options)))
+        asked = structure_options(options, TargetConfig, f"check.{spec.name}")
+        loaded = load_target(RunConfig(target=asked))
         if loaded.target.info.family != spec.name:
             raise ConfigError(f"the checkpoint's family is {loaded.target.info.family!r}, not {spec.name!r}")
         subjects.append(as_subject(Subject.FORWARD_PASS, loaded.target))
