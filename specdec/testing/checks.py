@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import io
+import pickle
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -115,32 +116,22 @@ def own_generators(seed: int) -> Iterator[None]:
 
     Raises: Broken if the block moves one of them.
     """
-    generators: list[tuple[Any, Any, Any]] = [  # of each: what seeds it, gives its state, and sets it
-        (random.seed, random.getstate, random.setstate),
-        (np.random.seed, np.random.get_state, np.random.set_state),
-        (
-            torch.manual_seed,
-            lambda: [torch.get_rng_state().numpy()],
-            lambda parts: torch.set_rng_state(torch.from_numpy(*parts)),
-        ),
-    ]
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
-    def states() -> list[Any]:
-        return [state() for _, state, _ in generators]
+    def states() -> bytes:
+        return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
 
-    def plain(states: list[Any]) -> list[Any]:
-        return [[part.tobytes() if isinstance(part, np.ndarray) else part for part in state] for state in states]
-
-    before = states()
     try:
-        for start, *_ in generators:
-            start(seed)
-        seeded = plain(states())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        seeded = states()
         yield
-        expect(plain(states()) == seeded, "a global generator was advanced")
+        expect(states() == seeded, "a global generator was advanced")
     finally:
-        for (*_, restore), state in zip(generators, before, strict=True):
-            restore(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
 
 
 # --- registering -----------------------------------------------------------------------------------------------------
