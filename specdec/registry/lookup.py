@@ -36,7 +36,7 @@ from specdec.errors import (
 from specdec.locks import ForkSafeLock
 from specdec.logs import get_logger
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, check_specs, kind_of, names_of
-from specdec.registry.plugins import Entry, Failure, Origin, Plugin, flag, module_of, of_built_in, of_entry_point
+from specdec.registry.plugins import Entry, Failure, Origin, Plugin, flag, of_entry_point, of_module
 
 if TYPE_CHECKING:
     import click
@@ -79,7 +79,7 @@ class Registry:
         self._observers: tuple[Plugin, ...] = ()
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
-        self._waiting = deque(map(of_entry_point, entry_points)), deque(map(of_built_in, built_ins))
+        self._waiting = deque(map(of_entry_point, entry_points)), deque(map(of_module, built_ins))
 
     def load(self) -> None:
         """Load everything not loaded yet; every look-up does this.
@@ -99,9 +99,9 @@ class Registry:
         Raises: PluginError when it cannot be registered, or a name that it provides is taken.
         """
         self.load()
-        module = module_of(plugin)
+        made = of_module(plugin)
         with self._lock.held:
-            outcome = self._admit(Plugin(name or module, Origin(module=module), lambda: plugin))
+            outcome = self._admit(attrs.evolve(made, name=name or made.name))
             if isinstance(outcome, Failure):
                 raise outcome.as_error() from outcome.error
             for kind, taken, claims in self.conflicts():

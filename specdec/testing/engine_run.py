@@ -79,15 +79,13 @@ def expect_plain_output(
     count: int,
     depths: Sequence[int],
     sampling: Sampling,
-    *,
-    capacity: int = CAPACITY,
     **how: Any,
 ) -> RunStats:
     """Generate with drafts; ``how`` are options of ``run_engine``.
 
     Raises: Broken unless the tokens are those of plain decoding.
     """
-    expected = plain_decoding(target, verifier, prompt, count, sampling, capacity)
-    got, stats = run_engine(target, verifier, make, prompt, count, depths, sampling, capacity=capacity, **how)
+    expected = plain_decoding(target, verifier, prompt, count, sampling, how.get("capacity", CAPACITY))
+    got, stats = run_engine(target, verifier, make, prompt, count, depths, sampling, **how)
     expect_equal(got, expected, "the output is not that of plain decoding")
     return stats

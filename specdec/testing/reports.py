@@ -44,16 +44,6 @@ class Outcome:
     detail: str = ""  # text of the failure, or the reason
     failure: CheckFailure | None = attrs.field(default=None, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "id": self.check.id,
-            "sentence": self.check.sentence,
-            "status": self.status.value,
-            "detail": self.detail,
-            "seconds": round(self.seconds, 3),
-        }
-
 
 @checked()
 def run_check(
@@ -158,13 +148,18 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The object that ``specdec check --json`` prints."""
         counts = {status.value: sum(one.status is status for one in self.outcomes) for status in Status}
+        checks = [
+            {"id": one.check.id, "sentence": one.check.sentence, "status": one.status.value, "detail": one.detail}
+            | {"seconds": round(one.seconds, 3)}
+            for one in self.outcomes
+        ]
         return {
             "name": self.name,
             "seed": self.seed,
             "ok": self.ok,
             "counts": counts,
             "notes": list(self.notes),
-            "checks": [one.to_dict() for one in self.outcomes],
+            "checks": checks,
         }
 
 
