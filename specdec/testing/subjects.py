@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ import attrs
 from specdec.config import RunConfig, TargetConfig, structure_options
 from specdec.contract import (
     NO_NEEDS,
-    BackendSpec,
     DepthPolicy,
     DepthPolicySpec,
     DrafterSpec,
@@ -30,7 +29,7 @@ from specdec.contract import (
 from specdec.errors import ConfigError, SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
 from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
-from specdec.registry import Entry, Kind, calling, registry
+from specdec.registry import Entry, calling, registry
 from specdec.testing.second_model import prepare_env
 from specdec.testing.table_model import TableModel
 
@@ -47,15 +46,9 @@ class Subject(enum.Enum):
     OBSERVER = ("S", "observer")  # it sees
     MODEL_FAMILY = ("M", "model_family")
 
-    @property
-    def letter(self) -> str:
-        """The first letter of its clause ids."""
-        return self.value[0]
-
-    @property
-    def document(self) -> str:
-        """The name of its page in ``docs/contract``, and of its argument of ``parametrize_checks``."""
-        return self.value[1]
+    def __init__(self, letter: str, document: str) -> None:
+        self.letter = letter  # the first of its clause ids
+        self.document = document  # its page in docs/contract, and its argument of ``parametrize_checks``
 
     @property
     def words(self) -> str:
@@ -175,14 +168,6 @@ def _from_drafter_factory(factory: Any) -> PluginSubject:
 
 # --- registered names ------------------------------------------------------------------------------------------------
 
-_KINDS = {
-    Kind.DRAFTER: Subject.DRAFTER,
-    Kind.VERIFIER: Subject.VERIFIER,
-    Kind.DEPTH_POLICY: Subject.DEPTH_POLICY,
-    Kind.BACKEND: Subject.OPS,
-    Kind.PROCESSOR: Subject.LOGITS_PROCESSOR,
-    Kind.MODEL: Subject.MODEL_FAMILY,
-}
 _DTYPES = ("float32", "bfloat16")
 
 
@@ -212,50 +197,42 @@ def registered_subjects(
         raise UnknownNameError(
             f"nothing is registered as {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
         )
-    subjects: list[AnySubject] = []
     notes: list[str] = []
-    for entry in found:
-        _add(entry, config, options, subjects, notes)
+    subjects = [one for entry in found for one in _of_entry(entry, config, options, notes)]
     subjects += [as_subject(Subject.OBSERVER, plugin.plugin) for plugin in observers]
     if not subjects:
         raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes
 
 
-def _add(
-    entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: list[AnySubject], notes: list[str]
-) -> None:
+def _of_entry(entry: Entry, config: Any, options: Mapping[str, Any] | None, notes: list[str]) -> Iterator[AnySubject]:
     spec: Any = entry.spec
-    label, subject = f"{entry.kind.value} {spec.name}", _KINDS[entry.kind]
-    if entry.kind is Kind.MODEL and options:
-        asked = structure_options(options, TargetConfig, f"check.{spec.name}")
-        loaded = load_target(RunConfig(target=asked))
+    label, where = f"{entry.kind.value} {spec.name}", f"check.{spec.name}"
+    if isinstance(spec, ModelSpec):
+        if not options:
+            notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
+            yield as_subject(Subject.MODEL_FAMILY, spec)
+            return
+        loaded = load_target(RunConfig(target=structure_options(options, TargetConfig, where)))
         if loaded.target.info.family != spec.name:
             raise ConfigError(f"the checkpoint's family is {loaded.target.info.family!r}, not {spec.name!r}")
-        subjects.append(as_subject(Subject.FORWARD_PASS, loaded.target))
-        return
-    if isinstance(spec, ModelSpec):
-        subjects.append(as_subject(subject, spec))
-        notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
+        yield as_subject(Subject.FORWARD_PASS, loaded.target)
         return
     if config is None:
         example = dict(getattr(spec.config, EXAMPLE, {}))
         if example and not options:
             shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in example.items())
             notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
-        config = structure_options(options or example, spec.config, f"check.{spec.name}")
-    if not isinstance(spec, BackendSpec):
-        subjects.append(as_subject(subject, spec, config))
-        return
-    unavailable = registry().unavailable(spec)
-    if unavailable is not None:
+        config = structure_options(options or example, spec.config, where)
+    if (kind := subject_of(spec)) is not None:
+        yield as_subject(kind, spec, config)
+    elif (unavailable := registry().unavailable(spec)) is not None:
         notes.append(f"{label} was not checked: {unavailable}")
-        return
-    backend = spec.factory(config)
-    for dtype in _DTYPES:
-        try:
-            backend.choose_dtype(dtype, dtype)
-        except SpecdecError as refused:
-            notes.append(f"{label} was not checked in {dtype}: {refused.message}")
-            continue
-        subjects.append(OpsSubject(make=partial(backend.ops, dtype)))
+    else:
+        backend = spec.factory(config)
+        for dtype in _DTYPES:
+            try:
+                backend.choose_dtype(dtype, dtype)
+                yield OpsSubject(make=partial(backend.ops, dtype))
+            except SpecdecError as refused:
+                notes.append(f"{label} was not checked in {dtype}: {refused.message}")
