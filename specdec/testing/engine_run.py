@@ -74,18 +74,23 @@ def plain_decoding(
 def expect_plain_output(
     target: ForwardPass,
     verifier: Verifier,
-    make: MakeDrafter,
+    wrong: Sequence[bool],
     prompt: Sequence[int],
     count: int,
     depths: Sequence[int],
     sampling: Sampling,
-    **how: Any,
-) -> RunStats:
-    """Generate with drafts; ``how`` are options of ``run_engine``.
+    capacity: int,
+) -> None:
+    """Draft the tokens of plain decoding, and others where ``wrong``, taken cyclically, says so.
 
-    Raises: Broken unless the tokens are those of plain decoding.
+    Raises: Broken unless the output is that of plain decoding.
     """
-    expected = plain_decoding(target, verifier, prompt, count, sampling, how.get("capacity", CAPACITY))
-    got, stats = run_engine(target, verifier, make, prompt, count, depths, sampling, **how)
-    expect_equal(got, expected, "the output is not that of plain decoding")
-    return stats
+    text = [*prompt, *plain_decoding(target, verifier, prompt, count, sampling, capacity)]
+
+    def script(history: list[int], row: int) -> int:
+        right = text[len(history)] if len(history) < len(text) else 0
+        return (right + wrong[(len(history) + row) % len(wrong)]) % target.info.vocab_size
+
+    drafter = ScriptedDrafter(script)
+    got, _ = run_engine(target, verifier, lambda env: drafter, prompt, count, depths, sampling, capacity=capacity)
+    expect_equal(got, text[len(prompt) :], "the output is not that of plain decoding")

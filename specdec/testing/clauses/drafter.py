@@ -15,8 +15,8 @@ import numpy as np
 from specdec.contract import Context, Drafter, DrafterEnv, DraftNoise, Sampling
 from specdec.hosting.engines import HostState, HostTarget, host_info
 from specdec.testing import strategies
-from specdec.testing.checks import Faults, Run, check, driven, expect, not_applicable, own_generators
-from specdec.testing.engine_run import expect_plain_output, run_engine
+from specdec.testing.checks import Faults, Run, check, driven, expect, expect_equal, not_applicable, own_generators
+from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.reference_sampling import Places, joint_distribution
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, layers_for, target_for
@@ -188,10 +188,12 @@ def drafts_in_hosts(subject: PluginSubject, run: Run) -> None:
 def tokens_of_plain_decoding(subject: PluginSubject, run: Run) -> None:
     """In the engine with the strict verifier, the output is that of plain decoding, for every depth and sampling."""
 
-    def body(prompt: list[int], memory: Memory, **how: Any) -> None:
-        model = target_for(subject, memory, vocab=VOCAB)
-        options: dict[str, Any] = {"needs": subject.needs, "shared": subject.prepare(model), **how}
-        stats = expect_plain_output(model, StrictVerifier(), subject.make, prompt, 12, **options)
+    def body(prompt: list[int], memory: Memory, depths: list[int], sampling: Sampling) -> None:
+        model, verifier = target_for(subject, memory, vocab=VOCAB), StrictVerifier()
+        options: dict[str, Any] = {"needs": subject.needs, "shared": subject.prepare(model)}
+        got, stats = run_engine(model, verifier, subject.make, prompt, 12, depths, sampling, **options)
+        expected = plain_decoding(model, verifier, prompt, 12, sampling)
+        expect_equal(got, expected, "the output is not that of plain decoding")
         expect(not stats.inactive_reason, "the engine switched the drafter off", got=stats.inactive_reason)
         expect(not stats.faults, "the engine had to cut drafts", got=stats.faults)
 

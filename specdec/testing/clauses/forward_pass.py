@@ -18,18 +18,7 @@ import numpy as np
 import torch
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import (
-    Choosing,
-    Context,
-    Drafter,
-    DrafterEnv,
-    Logits,
-    MtpDraft,
-    Parity,
-    Sampling,
-    SharedWeights,
-    State,
-)
+from specdec.contract import Choosing, Context, Logits, MtpDraft, Parity, Sampling, SharedWeights, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.sampling import CoupledDraft, Rows
 from specdec.testing.checks import (
@@ -42,7 +31,7 @@ from specdec.testing.checks import (
     not_applicable,
     own_generators,
 )
-from specdec.testing.engine_run import ScriptedDrafter, expect_plain_output, plain_decoding
+from specdec.testing.engine_run import expect_plain_output
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import PluginSubject
 from specdec.testing.target_under_test import DIFFERS, MTP, Play, TargetUnderTest, hidden_by_name, under_test
@@ -286,18 +275,8 @@ def target_in_the_engine(subject: PluginSubject, run: Run) -> None:
     prompt = [(7 * i + 3) % vocab for i in range(5)]
     count = min(16, capacity - len(prompt))
     for number in range(8):
-        wrong, sampling = number // 2, Sampling(temperature=number % 2, seed=17)
-        text = [*prompt, *plain_decoding(model, verifier, prompt, count, sampling, capacity), 0]
-
-        def script(history: list[int], row: int, wrong: int = wrong, text: list[int] = text) -> int:
-            """The right token, but for every so many."""
-            off, right = wrong > 0 and (len(history) + row) % wrong == 0, text[min(len(history), len(text) - 1)]
-            return (right + off) % vocab
-
-        def make(env: DrafterEnv, script: Callable[[list[int], int], int] = script) -> Drafter:
-            return ScriptedDrafter(script)
-
-        expect_plain_output(model, verifier, make, prompt, count, [1, 4, 2, 0], sampling, capacity=capacity)
+        wrong, sampling = [number > 1, *[False] * (number // 2 - 1)], Sampling(temperature=number % 2, seed=17)
+        expect_plain_output(model, verifier, wrong, prompt, count, [1, 4, 2, 0], sampling, capacity)
 
 
 @check("F16")

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import Context, Draft, Drafter, DrafterEnv, DraftNoise, Guarantee, Sampling, Verdict
+from specdec.contract import Context, Draft, DraftNoise, Guarantee, Sampling, Verdict
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.sampling import draft_token
 from specdec.testing import strategies
@@ -31,7 +31,7 @@ from specdec.testing.checks import (
     not_applicable,
     own_generators,
 )
-from specdec.testing.engine_run import ScriptedDrafter, expect_plain_output
+from specdec.testing.engine_run import expect_plain_output
 from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory, TableModel
 from specdec.testing.verifier_cases import VOCAB, Case, cases, decide, emitted, every_position, target_rows
@@ -263,17 +263,10 @@ def in_the_engine(subject: PluginSubject, run: Run) -> None:
     vocab = 6
     models = {memory: TableModel.random(vocab, memory=memory, seed=6, tilt=0.5, peak=0.4) for memory in Memory}
 
-    def body(memory: Memory, wrong: list[bool], prompt: list[int], length: int, **how: Any) -> None:
-        def script(history: list[int], number: int) -> int:
-            right = int(models[memory].logits(history).argmax())
-            return (right + wrong[(len(history) + number) % len(wrong)]) % vocab
-
-        def make(env: DrafterEnv) -> Drafter:
-            return ScriptedDrafter(script)
-
+    def body(memory: Memory, prompt: list[int], length: int, **how: Any) -> None:
         with contextlib.suppress(UnsupportedError):
             room = len(prompt) + length
-            expect_plain_output(models[memory], subject.make(), make, prompt, length, capacity=room, **how)
+            expect_plain_output(models[memory], subject.make(), prompt=prompt, count=length, capacity=room, **how)
 
     drawn: dict[str, Any] = {"wrong": st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=9)}
     generations: dict[str, Any] = strategies.generations(vocab)
