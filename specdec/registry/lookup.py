@@ -300,10 +300,10 @@ class Registry:
                 raise PluginError("the same plugin is registered already")
             admitted = attrs.evolve(candidate, plugin=loaded)
             admitted = attrs.evolve(admitted, hooks=self._register(loaded))
-            kinds = [(kind, info) for kind, info in KINDS.items() if info.hook in admitted.hooks]
             entries = [
                 Entry(kind, spec, admitted)
-                for kind, info in kinds
+                for kind, info in KINDS.items()
+                if info.hook in admitted.hooks
                 for spec in check_specs(info, admitted.call(info.hook))
             ]
         except BaseException as error:

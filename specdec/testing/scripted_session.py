@@ -210,11 +210,8 @@ class ScriptedSession:
             kind, what = isinstance(saved, DrafterSnapshot), "snapshot returns neither a DrafterSnapshot nor None"
             self.faults.note("D17", kind, what, got=saved)
             for name, value in saved.meta.items():
-                plain, what = (
-                    type(name) is str and type(value) in (int, str),
-                    "metadata is neither a plain int nor a str",
-                )
-                self.faults.note("D17", plain, what, got=f"{name} = {value!r}")
+                plain = type(name) is str and type(value) in (int, str)
+                self.faults.note("D17", plain, "metadata is no plain int or str", got=f"{name} = {value!r}")
         return copied, saved
 
     def fresh(self) -> ScriptedSession:

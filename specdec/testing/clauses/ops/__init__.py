@@ -82,12 +82,8 @@ def pruned_head(subject: PluginSubject, run: Run) -> None:
     """``pruned_head`` gives ``head``'s logits at the ids of ``head_rows`` and -inf elsewhere, added ids included."""
     _compare(subject, run, "O20")
     bench = Bench(subject, run)
-    ops, x, weight, ids = (
-        bench.ops,
-        bench.act(5, LENGTH),
-        bench.matrix(VOCAB, LENGTH),
-        [0, VOCAB - 1, *range(40, 170, 3)],
-    )
+    ops, x, weight = bench.ops, bench.act(5, LENGTH), bench.matrix(VOCAB, LENGTH)
+    ids = [0, VOCAB - 1, *range(40, 170, 3)]
     base = ops.head_rows(weight.array, ids[::-1])
     extended = ops.head_rows(weight.array, [5, 40, 299], base)
     other = ops.head_rows(weight.array, [200, 7], base)  # another extension of the same rows
