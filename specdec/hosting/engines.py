@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from specdec.contract import ForwardPass, ModelInfo, Parity, State
 from specdec.errors import UnsupportedError
 
@@ -33,19 +35,16 @@ def host_info(
     )
 
 
+@attrs.frozen(eq=False)
 class HostState(State):
     """The place of a sequence's state, which the host keeps: its length, and no arrays."""
 
-    def __init__(self, tokens: Sequence[int], capacity: int) -> None:
-        self._tokens, self._capacity = tokens, capacity
+    tokens: Sequence[int]
+    capacity: int
 
     @property
     def length(self) -> int:
-        return max(len(self._tokens) - 1, 0)
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
+        return max(len(self.tokens) - 1, 0)
 
     def nbytes(self) -> int:
         return 0

@@ -23,7 +23,7 @@ class HostSession:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._array = np.zeros(256, np.int64)  # the same tokens, for comparisons
+        self._history: Tokens = np.zeros(0, np.int64)  # the same tokens, for comparisons
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -31,7 +31,7 @@ class HostSession:
     def common(self, history: Tokens) -> int:
         """How many leading tokens it shares with ``history``."""
         length = min(len(self.tokens), len(history))
-        differing = np.flatnonzero(self._array[:length] != history[:length])
+        differing = np.flatnonzero(self._history[:length] != history[:length])
         return int(differing[0]) if len(differing) else length
 
     def begins(self, history: Tokens) -> bool:
@@ -39,12 +39,10 @@ class HostSession:
         return self.common(history) == len(self.tokens)
 
     def follow(self, history: Tokens) -> int:
-        """Take over ``history``; returns how many of its own tokens stayed."""
+        """Take over ``history``, which nobody changes later; returns how many of its own tokens stayed."""
         kept = self.common(history)
         self.tokens[kept:] = history[kept:].tolist()
-        if len(history) > len(self._array):
-            self._array = np.resize(self._array, 2 * len(history))
-        self._array[kept : len(history)] = history[kept:]
+        self._history = history
         return kept
 
 

@@ -11,6 +11,7 @@ import inspect
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partialmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from specdec.errors import (
 from specdec.locks import ForkSafeLock
 from specdec.logs import get_logger
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, check_specs, kind_of, names_of
-from specdec.registry.plugins import Entry, Failure, Origin, Plugin, flag, module_of, of_built_in, of_entry_point
+from specdec.registry.plugins import Entry, Failure, Origin, Plugin, flag, of_entry_point, of_module
 
 if TYPE_CHECKING:
     import click
@@ -44,18 +45,6 @@ if TYPE_CHECKING:
 
 
 log = get_logger(__name__)
-
-
-def _finder(kind: Kind) -> Any:
-    @checked()
-    def find(self: Registry, name: str, asked_by: str | None = None) -> Any:
-        """The spec called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
-
-        Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
-        """
-        return self._find(kind, name, asked_by)
-
-    return find
 
 
 class Registry:
@@ -90,7 +79,7 @@ class Registry:
         self._observers: tuple[Plugin, ...] = ()
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
-        self._waiting = deque(map(of_entry_point, entry_points)), deque(map(of_built_in, built_ins))
+        self._waiting = deque(map(of_entry_point, entry_points)), deque(map(of_module, built_ins))
 
     def load(self) -> None:
         """Load everything not loaded yet; every look-up does this.
@@ -100,7 +89,7 @@ class Registry:
         self._advance(built_ins=True)
         if self.strict:
             self._raise_failures()
-            for kind, name, claims in self._conflicts():
+            for kind, name, claims in self.conflicts():
                 raise _conflict_error(kind, name, claims, "SPECDEC_STRICT_PLUGINS=1")
 
     @checked(PluginError)
@@ -110,12 +99,12 @@ class Registry:
         Raises: PluginError when it cannot be registered, or a name that it provides is taken.
         """
         self.load()
-        module = module_of(plugin)
+        made = of_module(plugin)
         with self._lock.held:
-            outcome = self._admit(Plugin(name or module, Origin(module=module), lambda: plugin))
+            outcome = self._admit(attrs.evolve(made, name=name or made.name))
             if isinstance(outcome, Failure):
                 raise outcome.as_error() from outcome.error
-            for kind, taken, claims in self._conflicts():
+            for kind, taken, claims in self.conflicts():
                 if any(claim.owner is outcome for claim in claims):
                     self._remove(outcome)
                     raise _conflict_error(kind, taken, claims, None)
@@ -134,9 +123,10 @@ class Registry:
         return sorted(found, key=lambda entry: (kinds.index(entry.kind), not entry.origin.built_in, entry.spec.name))
 
     def conflicts(self) -> list[tuple[Kind, str, list[Entry]]]:
-        """Names that more than one spec claims."""
-        self.load()
-        return self._conflicts()
+        """Names that more than one loaded spec claims."""
+        return [
+            (kind, name, claims) for kind in Kind for name, claims in self._by_name(kind).items() if len(claims) > 1
+        ]
 
     @property
     def failures(self) -> list[Failure]:
@@ -150,11 +140,6 @@ class Registry:
         self.load()
         return any(plugin.origin.distribution == distribution for plugin in self._plugins)
 
-    def _conflicts(self) -> list[tuple[Kind, str, list[Entry]]]:
-        return [
-            (kind, name, claims) for kind in Kind for name, claims in self._by_name(kind).items() if len(claims) > 1
-        ]
-
     def _by_name(self, kind: Kind) -> dict[str, list[Entry]]:
         found: dict[str, list[Entry]] = {}
         for entry in self._entries:
@@ -166,7 +151,12 @@ class Registry:
         for failure in self._failures:
             raise failure.as_error() from failure.error
 
-    def _find(self, kind: Kind, name: str, asked_by: str | None) -> Any:
+    @checked()
+    def find(self, kind: Kind, name: str, asked_by: str | None = None) -> Any:
+        """The spec called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
+
+        Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
+        """
         self.load()
         known, key = self._by_name(kind), KINDS[kind].key
         claims = known.get(name, [])
@@ -181,13 +171,9 @@ class Registry:
         facts: dict[str, Any] = {"asked_for_by": asked_by, "available": ", ".join(listed) or "nothing"}
         for failure in broken:
             if failure.stands_for(name):
-                raise PluginError(
-                    f"the plugin that should provide the {kind.value} {name!r} could not be loaded",
-                    **facts,
-                    plugin=f"{failure.name} ({failure.origin})",
-                    error=failure.reason,
-                    try_=failure.remedy(f'set {key} = "{usual}"' if key and usual else None),
-                ) from failure.error
+                what = f"the plugin that should provide the {kind.value} {name!r} could not be loaded"
+                otherwise = f'set {key} = "{usual}"' if key and usual else None
+                raise failure.as_error(what, otherwise, **facts) from failure.error
         match = nearest(name, known) or usual
         remedy = f'set {key} = "{match}", or install the plugin that provides {name!r}' if key and match else None
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
@@ -201,19 +187,19 @@ class Registry:
             try_=remedy,
         )
 
-    drafter = _finder(Kind.DRAFTER)
-    verifier = _finder(Kind.VERIFIER)
-    depth_policy = _finder(Kind.DEPTH_POLICY)
-    processor = _finder(Kind.PROCESSOR)
-    backend = _finder(Kind.BACKEND)
-    model = _finder(Kind.MODEL)  # by a ``model_type``
+    drafter = partialmethod(find, Kind.DRAFTER)
+    verifier = partialmethod(find, Kind.VERIFIER)
+    depth_policy = partialmethod(find, Kind.DEPTH_POLICY)
+    processor = partialmethod(find, Kind.PROCESSOR)
+    backend = partialmethod(find, Kind.BACKEND)
+    model = partialmethod(find, Kind.MODEL)  # by a ``model_type``
 
     # --- calls into plugins ------------------------------------------------------------------------------------------
 
     def chosen(self, kind: Kind, choice: Choice, table: str) -> tuple[Any, Any]:
         """The spec that ``choice`` names, and its options. Raises: as looking it up, and as ``options``."""
         asked_by = f"{choice.source}, key {table}.name" if choice.source else f"{table}.name"
-        spec = self._find(kind, choice.name, asked_by)
+        spec = self.find(kind, choice.name, asked_by)
         return spec, self.options(spec, choice, table)
 
     def options(self, spec: Any, choice: Choice, path: str) -> Any:
@@ -314,10 +300,10 @@ class Registry:
                 raise PluginError("the same plugin is registered already")
             admitted = attrs.evolve(candidate, plugin=loaded)
             admitted = attrs.evolve(admitted, hooks=self._register(loaded))
-            kinds = [(kind, info) for kind, info in KINDS.items() if info.hook in admitted.hooks]
             entries = [
                 Entry(kind, spec, admitted)
-                for kind, info in kinds
+                for kind, info in KINDS.items()
+                if info.hook in admitted.hooks
                 for spec in check_specs(info, admitted.call(info.hook))
             ]
         except BaseException as error:

@@ -92,23 +92,20 @@ class Failure:
         """Whether this plugin most likely provides ``name``."""
         return name == self.name or self.origin.distribution == f"specdec-{name}"
 
-    def remedy(self, otherwise: str | None = None) -> str:
-        """What the user can do about it."""
+    def as_error(self, what: str = "", otherwise: str | None = None, **facts: Any) -> PluginError:
+        """The error to raise: ``what`` failed, and what the user can do about it, or do ``otherwise``."""
         if isinstance(self.error, ModuleNotFoundError) and self.error.name:
             repair = f"install the missing module {self.error.name!r}"
         elif self.origin.distribution is not None:
             repair = f"upgrade {self.origin.distribution}, or report this to its author"
         else:
             repair = f"repair {self.origin.module or self.name}"
-        return f"{repair}, or {otherwise}" if otherwise else repair
-
-    def as_error(self) -> PluginError:
-        """The error to raise in strict mode."""
         return PluginError(
-            f"the plugin {self.name!r} failed ({self.during})",
+            what or f"the plugin {self.name!r} failed ({self.during})",
+            **facts,
             plugin=f"{self.name} ({self.origin})",
             error=self.reason,
-            try_=self.remedy(),
+            try_=f"{repair}, or {otherwise}" if otherwise else repair,
         )
 
 
@@ -117,17 +114,13 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def module_of(plugin: object) -> str:
-    """The name of the module that a plugin is, or is made in."""
-    return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
-
-
-def of_built_in(built_in: str | object) -> Plugin:
-    if isinstance(built_in, str):
-        load = functools.partial(importlib.import_module, built_in)
-        return Plugin(built_in.rpartition(".")[2], Origin(module=built_in), load)
-    module = getattr(built_in, "__name__", type(built_in).__name__)
-    return Plugin(module, Origin(module=module), lambda: built_in)
+def of_module(plugin: str | object) -> Plugin:
+    """A module by its name, or a module or another object of this program."""
+    if isinstance(plugin, str):
+        load = functools.partial(importlib.import_module, plugin)
+        return Plugin(plugin.rpartition(".")[2], Origin(module=plugin), load)
+    module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+    return Plugin(module, Origin(module=module), lambda: plugin)
 
 
 def of_entry_point(entry_point: importlib.metadata.EntryPoint) -> Plugin:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from specdec.testing.subjects import ModelFamilySubject as ModelFamilySubject
     from specdec.testing.subjects import ObserverSubject as ObserverSubject
     from specdec.testing.subjects import OpsSubject as OpsSubject
+    from specdec.testing.subjects import PluginSubject as PluginSubject
     from specdec.testing.subjects import Subject as Subject
     from specdec.testing.subjects import VerifierSubject as VerifierSubject
     from specdec.testing.subjects import as_subject as as_subject

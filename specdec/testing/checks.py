@@ -10,9 +10,9 @@ import contextlib
 import functools
 import inspect
 import io
+import pickle
 import random
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from time import process_time
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -23,7 +23,7 @@ import torch
 
 from specdec.checking import between, checked
 from specdec.errors import described
-from specdec.testing.subjects import Subject
+from specdec.testing.subjects import PluginSubject, Subject
 
 CONTRACT = "2026.2"
 """The version of the contract, by date."""
@@ -116,32 +116,22 @@ def own_generators(seed: int) -> Iterator[None]:
 
     Raises: Broken if the block moves one of them.
     """
-    generators: list[tuple[Any, Any, Any]] = [  # of each: what seeds it, gives its state, and sets it
-        (random.seed, random.getstate, random.setstate),
-        (np.random.seed, np.random.get_state, np.random.set_state),
-        (
-            torch.manual_seed,
-            lambda: [torch.get_rng_state().numpy()],
-            lambda parts: torch.set_rng_state(torch.from_numpy(*parts)),
-        ),
-    ]
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
-    def states() -> list[Any]:
-        return [state() for _, state, _ in generators]
+    def states() -> bytes:
+        return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
 
-    def plain(states: list[Any]) -> list[Any]:
-        return [[part.tobytes() if isinstance(part, np.ndarray) else part for part in state] for state in states]
-
-    before = states()
     try:
-        for start, *_ in generators:
-            start(seed)
-        seeded = plain(states())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        seeded = states()
         yield
-        expect(plain(states()) == seeded, "a global generator was advanced")
+        expect(states() == seeded, "a global generator was advanced")
     finally:
-        for (*_, restore), state in zip(generators, before, strict=True):
-            restore(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
 
 
 # --- registering -----------------------------------------------------------------------------------------------------
@@ -233,10 +223,6 @@ class Faults(dict[str, Broken]):
         self.note(clause, not printed.getvalue(), "something was printed", got=printed.getvalue())
 
 
-_SHOWN: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], set[str]]] = weakref.WeakKeyDictionary()
-"""By subject: the clauses that a complete run of a driver showed to be broken, by driver, seed and effort."""
-
-
 @functools.cache
 def _backend() -> str:
     """Register a hypothesis backend whose cases depend on the seed alone, and return its name.
@@ -287,7 +273,7 @@ class Run:
 
     def drive(
         self,
-        subject: object,
+        subject: PluginSubject,
         clause: str,
         driver: Callable[..., Faults],
         *,
@@ -300,9 +286,8 @@ class Run:
 
         Raises: Broken for a fault of ``clause``.
         """
-        runs = _SHOWN.setdefault(subject, {})
         key = (driver, self.seed, self.effort)
-        if clause not in runs.get(key, {clause}):
+        if clause not in subject.shown.get(key, {clause}):
             return
         shown: set[str] = set()
 
@@ -313,7 +298,7 @@ class Run:
                 raise faults[clause]
 
         self.explore(body, examples=examples, **strategies)
-        runs[key] = shown
+        subject.shown[key] = shown
 
     def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: Any) -> None:
         """Call ``body`` with drawn arguments; the same seed draws the same cases.

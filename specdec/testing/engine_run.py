@@ -8,7 +8,7 @@ from typing import Any
 from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, ForwardPass, Needs, Sampling, Verifier
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.result import RunStats
-from specdec.decoding.sequence import LiveSequence
+from specdec.decoding.sequence import LiveSequence, prefill
 from specdec.testing.checks import expect_equal
 
 CAPACITY = 256  # tokens of a state
@@ -51,16 +51,10 @@ def run_engine(
         target=target, state=state, drafter=drafter, verifier=verifier, tokens=tokens, context=context
     )
     stats = RunStats()
-    if len(prompt) > 1:
-        output = target.prefill(state, tokens[:-1])
-        if make is not None:
-            drafter.prefill(Context(tokens[:-1], sampling), output)
-    cycle = 0
-    while len(tokens) < len(prompt) + count:
-        room = len(prompt) + count - len(tokens)
-        depth = 0 if make is None else min(depths[cycle % len(depths)], room - 1, target.info.max_rows - 1)
+    prefill(sequence, stats)
+    while room := len(prompt) + count - len(tokens):
+        depth = min(depths[stats.cycles % len(depths)], room - 1, target.info.max_rows - 1)
         run_cycle(sequence, depth, len, stats)
-        cycle += 1
     stats.inactive_reason = sequence.failure
     return tokens[len(prompt) :], stats
 
@@ -80,20 +74,23 @@ def plain_decoding(
 def expect_plain_output(
     target: ForwardPass,
     verifier: Verifier,
-    make: MakeDrafter,
+    wrong: Sequence[bool],
     prompt: Sequence[int],
     count: int,
     depths: Sequence[int],
     sampling: Sampling,
-    *,
-    capacity: int = CAPACITY,
-    **how: Any,
-) -> RunStats:
-    """Generate with drafts; ``how`` are options of ``run_engine``.
+    capacity: int,
+) -> None:
+    """Draft the tokens of plain decoding, and others where ``wrong``, taken cyclically, says so.
 
-    Raises: Broken unless the tokens are those of plain decoding.
+    Raises: Broken unless the output is that of plain decoding.
     """
-    expected = plain_decoding(target, verifier, prompt, count, sampling, capacity)
-    got, stats = run_engine(target, verifier, make, prompt, count, depths, sampling, capacity=capacity, **how)
-    expect_equal(got, expected, "the output is not that of plain decoding")
-    return stats
+    text = [*prompt, *plain_decoding(target, verifier, prompt, count, sampling, capacity)]
+
+    def script(history: list[int], row: int) -> int:
+        right = text[len(history)] if len(history) < len(text) else 0
+        return (right + wrong[(len(history) + row) % len(wrong)]) % target.info.vocab_size
+
+    drafter = ScriptedDrafter(script)
+    got, _ = run_engine(target, verifier, lambda env: drafter, prompt, count, depths, sampling, capacity=capacity)
+    expect_equal(got, text[len(prompt) :], "the output is not that of plain decoding")

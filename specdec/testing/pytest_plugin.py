@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -73,35 +74,26 @@ def parametrize_checks(
 
     known = dict(known_failures or {})
     plugins = (drafter, verifier, forward_pass, depth_policy, ops, logits_processor, observer, model_family)
-    given = dict(zip(Subject, plugins, strict=True))
-    chosen = [subject for subject in Subject if given[subject] is not None]
+    chosen = {subject: one for subject, one in zip(Subject, plugins, strict=True) if one is not None}
     if not chosen:
         raise ConfigError("parametrize_checks needs something to check", **{"try": "parametrize_checks(drafter=...)"})
     expect_ids(known, chosen)
 
-    subjects: dict[Subject, Any] = {}  # made once: clauses of one plugin share a run
+    @cache  # clauses of one plugin share a run
+    def under_test(subject: Subject) -> Any:
+        return as_subject(subject, chosen[subject])
 
-    def item(check: Check) -> Callable[[], None]:
-        def run() -> None:
-            drawn = seed if seed is not None else _seed
-            if check.subject not in subjects:
-                subjects[check.subject] = as_subject(check.subject, given[check.subject])
-            outcome = run_check(
-                check,
-                subjects[check.subject],
-                seed=drawn,
-                effort=effort,
-                replay=f"pytest -k {check.id} --specdec-seed {drawn}",
-            )
-            if outcome.failure is not None:
-                raise outcome.failure
-            if outcome.status is Status.NOT_APPLICABLE:
-                pytest.skip(outcome.detail)
-
-        return run
+    def run(check: Check) -> None:
+        drawn = _seed if seed is None else seed
+        replay = f"pytest -k {check.id} --specdec-seed {drawn}"
+        outcome = run_check(check, under_test(check.subject), seed=drawn, effort=effort, replay=replay)
+        if outcome.failure is not None:
+            raise outcome.failure
+        if outcome.status is Status.NOT_APPLICABLE:
+            pytest.skip(outcome.detail)
 
     checks = [check for subject in chosen for check in iter_checks(subject)]
     expected = {id_: (pytest.mark.xfail(reason=reason, strict=True),) for id_, reason in known.items()}
-    items = [pytest.param(item(check), id=check.id, marks=expected.get(check.id, ())) for check in checks]
+    items = [pytest.param(partial(run, check), id=check.id, marks=expected.get(check.id, ())) for check in checks]
     mark: Any = pytest.mark.parametrize("check", items)
     return mark  # type: ignore[no-any-return]

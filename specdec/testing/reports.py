@@ -16,10 +16,10 @@ import numpy as np
 
 from specdec.checking import checked
 from specdec.config import structure_options
-from specdec.errors import ConfigError, SpecdecError, shown
+from specdec.errors import ConfigError, SpecdecError, cut, shown
 from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_ids, iter_checks
-from specdec.testing.subjects import AnySubject, Subject, as_subject, registered_subjects, subject_of
+from specdec.testing.subjects import AnySubject, as_subject, registered_subjects, subject_of
 
 
 class CheckFailure(SpecdecError, AssertionError):
@@ -43,16 +43,6 @@ class Outcome:
     seconds: float
     detail: str = ""  # text of the failure, or the reason
     failure: CheckFailure | None = attrs.field(default=None, repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "id": self.check.id,
-            "sentence": self.check.sentence,
-            "status": self.status.value,
-            "detail": self.detail,
-            "seconds": round(self.seconds, 3),
-        }
 
 
 @checked()
@@ -111,8 +101,7 @@ def _short(value: object) -> str:
     if isinstance(value, np.ndarray):
         value = np.array2string(value, precision=4, separator=", ", threshold=40, max_line_width=10**6)
     text = value if isinstance(value, str) else shown(value, 4 * MOST)  # some objects have no repr
-    text = " ".join(text[: 8 * MOST].split())
-    return text if len(text) <= MOST else f"{text[: MOST - 3]}..."
+    return cut(" ".join(text[: 8 * MOST].split()), MOST)
 
 
 @contextlib.contextmanager
@@ -159,21 +148,19 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The object that ``specdec check --json`` prints."""
         counts = {status.value: sum(one.status is status for one in self.outcomes) for status in Status}
+        checks = [
+            {"id": one.check.id, "sentence": one.check.sentence, "status": one.status.value, "detail": one.detail}
+            | {"seconds": round(one.seconds, 3)}
+            for one in self.outcomes
+        ]
         return {
             "name": self.name,
             "seed": self.seed,
             "ok": self.ok,
             "counts": counts,
             "notes": list(self.notes),
-            "checks": [one.to_dict() for one in self.outcomes],
+            "checks": checks,
         }
-
-    def __str__(self) -> str:
-        lines = [f"{self.name}: {'passes' if self.ok else 'fails'} contract {CONTRACT}"]
-        for one in self.outcomes:
-            if one.status is not Status.PASSED:
-                lines += [f"{one.check.id} {one.status.value}", *(f"  {line}" for line in one.detail.splitlines())]
-        return "\n".join([*lines, *self.notes])
 
 
 @checked()
@@ -210,13 +197,9 @@ def check_plugin(
     else:
         name, given = str(getattr(plugin, "name", type(plugin).__name__)), [_subject(plugin, config, options)]
     wanted = None if only is None else set(only)
-    expect_ids(wanted or (), [subject for subject, _ in given])
-    planned = [
-        (check, under_test)
-        for subject, under_test in given
-        for check in iter_checks(subject)
-        if wanted is None or check.id in wanted
-    ]
+    expect_ids(wanted or (), [one.kind for one in given])
+    checks = [check for check in iter_checks() if wanted is None or check.id in wanted]
+    planned = [(check, one) for check in checks for one in given if one.kind is check.subject]
     seconds, began = EFFORTS[effort].seconds, process_time()
     outcomes: list[Outcome] = []
     for number, (check, under_test) in enumerate(planned):
@@ -227,12 +210,10 @@ def check_plugin(
         share = min(max(seconds - used, 0.0), SHARES * seconds / len(planned))  # what quicker checks leave goes on
         how: dict[str, Any] = {"seed": seed, "effort": effort, "seconds": share}
         outcomes.append(run_check(check, under_test, replay=f"{replay} --only {check.id}" if replay else again, **how))
-    order = list(iter_checks())
-    outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
     return Report(name, seed, tuple(outcomes), tuple(notes))
 
 
-def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> tuple[Subject, AnySubject]:
+def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> AnySubject:
     kind = subject_of(plugin)
     if kind is None:
         raise ConfigError(
@@ -241,4 +222,4 @@ def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> tup
         )
     if options is not None:
         config = structure_options(options, plugin.config, kind.document)
-    return kind, as_subject(kind, plugin, config)
+    return as_subject(kind, plugin, config)

@@ -1,20 +1,16 @@
-"""Hypothesis strategies for distributions, drafts, settings and lengths, with many zeros, one-hots and ties.
+"""Hypothesis strategies for tokens, settings and lengths.
 
 Needs hypothesis: ``pip install specdec-framework[testing]``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import hypothesis.strategies as st
-import numpy as np
 
 from specdec.contract import Sampling
-
-if TYPE_CHECKING:
-    from specdec.exchange import Float64
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -29,12 +25,6 @@ def lengths(high: int) -> st.SearchStrategy[int]:
     """1 to ``high`` on a log scale; every third one is near ``high``, because late faults need long texts."""
     near = st.integers(high * 4 // 5, high)
     return st.integers(0, 2).flatmap(lambda third: near if third == 2 else log_uniform(1, high))
-
-
-def distributions(size: int) -> st.SearchStrategy[Float64]:
-    """Distributions ``[size]`` float64 of small integer weights, so that ties, zeros and one-hots are common."""
-    drawn = st.lists(st.integers(0, 8), min_size=size, max_size=size).filter(any)
-    return drawn.map(lambda weights: np.array(weights, np.float64) / sum(weights))
 
 
 def tokens(vocab: int, *, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[list[int]]:

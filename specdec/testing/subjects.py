@@ -5,16 +5,15 @@ from __future__ import annotations
 import enum
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
 from specdec.config import RunConfig, TargetConfig, structure_options
 from specdec.contract import (
     NO_NEEDS,
-    BackendSpec,
     DepthPolicy,
     DepthPolicySpec,
     DrafterSpec,
@@ -30,7 +29,7 @@ from specdec.contract import (
 from specdec.errors import ConfigError, SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
 from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
-from specdec.registry import Entry, Kind, calling, registry
+from specdec.registry import Entry, calling, registry
 from specdec.testing.second_model import prepare_env
 from specdec.testing.table_model import TableModel
 
@@ -47,15 +46,9 @@ class Subject(enum.Enum):
     OBSERVER = ("S", "observer")  # it sees
     MODEL_FAMILY = ("M", "model_family")
 
-    @property
-    def letter(self) -> str:
-        """The first letter of its clause ids."""
-        return self.value[0]
-
-    @property
-    def document(self) -> str:
-        """The name of its page in ``docs/contract``, and of its argument of ``parametrize_checks``."""
-        return self.value[1]
+    def __init__(self, letter: str, document: str) -> None:
+        self.letter = letter  # the first of its clause ids
+        self.document = document  # its page in docs/contract, and its argument of ``parametrize_checks``
 
     @property
     def words(self) -> str:
@@ -65,75 +58,54 @@ class Subject(enum.Enum):
 
 @attrs.frozen(kw_only=True, eq=False)
 class PluginSubject:
-    """How to build a plugin; ``make`` may return the same one every time."""
+    """How to build a plugin.
 
-    make: Callable[..., Any]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DrafterSubject(PluginSubject):
-    """How to build a drafter: ``make`` takes the sequence's DrafterEnv."""
-
-    needs: Needs = NO_NEEDS
-    prepare: Callable[[ForwardPass], Any] = lambda target: None
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers that a target must have for the boundaries in ``needs``."""
-        return max((1, *self.needs.boundaries))
-
-
-class VerifierSubject(PluginSubject):
-    """How to build a verifier."""
-
-
-class ForwardPassSubject(PluginSubject):
-    """How to build a target."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DepthPolicySubject(PluginSubject):
-    """How to build a depth policy for a sequence.
-
-    ``shared`` makes what the policies of one pipeline have in common, and ``make`` takes it; None if there is nothing.
+    Attributes:
+        make: may return the same one every time. It takes what the factory of a spec takes beside the options: for a
+            drafter the sequence's DrafterEnv, for a logits processor its ProcessorEnv.
+        needs: of a drafter.
+        prepare: makes what the drafters of one pipeline have in common, for a target.
+        shared: makes what the depth policies of one pipeline have in common, and ``make`` takes it; None: nothing.
+        shown: by driver, seed and effort, the clauses that a complete run of a driver showed to be broken.
     """
 
+    kind: Subject
+    make: Callable[..., Any]
+    needs: Needs = NO_NEEDS
+    prepare: Callable[[ForwardPass], Any] = lambda target: None
     shared: Callable[[], Any] | None = None
+    shown: dict[tuple[Any, ...], set[str]] = attrs.field(factory=dict, init=False, repr=False)
 
 
-class OpsSubject(PluginSubject):
-    """How to build a backend's operations."""
-
-
-class LogitsProcessorSubject(PluginSubject):
-    """How to build a logits processor: ``make`` takes the sequence's ProcessorEnv."""
-
-
-class ObserverSubject(PluginSubject):
-    """How to build an observer: a plugin with the hook ``specdec_cycle``."""
+DrafterSubject = partial(PluginSubject, kind=Subject.DRAFTER)
+VerifierSubject = partial(PluginSubject, kind=Subject.VERIFIER)
+ForwardPassSubject = partial(PluginSubject, kind=Subject.FORWARD_PASS)
+DepthPolicySubject = partial(PluginSubject, kind=Subject.DEPTH_POLICY)
+OpsSubject = partial(PluginSubject, kind=Subject.OPS)
+LogitsProcessorSubject = partial(PluginSubject, kind=Subject.LOGITS_PROCESSOR)
+ObserverSubject = partial(PluginSubject, kind=Subject.OBSERVER)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelFamilySubject:
     """A model family; ``config`` is a small config.json that it takes, if it does not take the kit's."""
 
+    kind: ClassVar[Subject] = Subject.MODEL_FAMILY
     spec: ModelSpec
     config: Mapping[str, Any] | None = None
 
 
 AnySubject = PluginSubject | ModelFamilySubject
 
-_CLASSES: Mapping[Subject, tuple[type, tuple[type, ...]]] = {
-    Subject.DRAFTER: (DrafterSubject, (DrafterSpec,)),
-    Subject.VERIFIER: (VerifierSubject, (VerifierSpec, Verifier)),
-    Subject.FORWARD_PASS: (ForwardPassSubject, (ForwardPass,)),
-    Subject.DEPTH_POLICY: (DepthPolicySubject, (DepthPolicySpec, DepthPolicy)),
-    Subject.OPS: (OpsSubject, ()),
-    Subject.LOGITS_PROCESSOR: (LogitsProcessorSubject, (ProcessorSpec, LogitsProcessor)),
-    Subject.OBSERVER: (ObserverSubject, ()),
-    Subject.MODEL_FAMILY: (ModelFamilySubject, (ModelSpec,)),
+_TYPES: Mapping[Subject, tuple[type, ...]] = {
+    Subject.DRAFTER: (DrafterSpec,),
+    Subject.VERIFIER: (VerifierSpec, Verifier),
+    Subject.FORWARD_PASS: (ForwardPass,),
+    Subject.DEPTH_POLICY: (DepthPolicySpec, DepthPolicy),
+    Subject.LOGITS_PROCESSOR: (ProcessorSpec, LogitsProcessor),
+    Subject.MODEL_FAMILY: (ModelSpec,),
 }
-"""The subject's class, and what plugins of the kind are instances of."""
+"""What plugins of the kind are instances of."""
 OBSERVES = "specdec_cycle"  # the hook of an observer
 EXAMPLE = "example"
 """A class of options may have these: ``specdec check`` uses them if none are given."""
@@ -141,8 +113,10 @@ EXAMPLE = "example"
 
 def subject_of(plugin: Any) -> Subject | None:
     """The kind of a spec or an object; None for a factory, which may build anything."""
-    for subject, (made, types) in _CLASSES.items():
-        if isinstance(plugin, (*types, made)):
+    if isinstance(plugin, AnySubject):
+        return plugin.kind
+    for subject, types in _TYPES.items():
+        if isinstance(plugin, types):
             return subject
     return Subject.OBSERVER if not inspect.isclass(plugin) and hasattr(plugin, OBSERVES) else None
 
@@ -158,20 +132,15 @@ def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
         return ModelFamilySubject(spec=given)
     if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec):
         with calling(given, "config, needs or prepare"):
-            return _from_spec(given, given.config() if config is None else config)
+            return _from_spec(subject, given, given.config() if config is None else config)
     if subject is Subject.DRAFTER:
         return _from_drafter_factory(given)
     single = isinstance(given, Verifier | ForwardPass | DepthPolicy | LogitsProcessor) or not callable(given)
-    made: Any = _CLASSES[subject][0]
-    return made(make=(lambda *env: given) if single else given)  # type: ignore[no-any-return]
+    return PluginSubject(kind=subject, make=(lambda *env: given) if single else given)
 
 
-def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec, options: Any) -> AnySubject:
-    if isinstance(spec, VerifierSpec):
-        return VerifierSubject(make=lambda: spec.factory(options))
-    if isinstance(spec, ProcessorSpec):
-        return LogitsProcessorSubject(make=lambda env: spec.factory(options, env))
-    prepare = spec.prepare
+def _from_spec(subject: Subject, spec: Any, options: Any) -> PluginSubject:
+    make, prepare = partial(spec.factory, options), getattr(spec, "prepare", None)
     if isinstance(spec, DrafterSpec):
 
         def prepared(target: ForwardPass) -> Any:
@@ -180,15 +149,15 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpe
         needs = spec.needs
         if not isinstance(needs, Needs):
             needs = needs(options, prepared(TableModel.random(mtp=True)))
-        return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepared)
+        return DrafterSubject(make=make, needs=needs, prepare=prepared)
     if prepare is None:
-        return DepthPolicySubject(make=lambda: spec.factory(options))
+        return PluginSubject(kind=subject, make=make)
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
     env = PrepareEnv(target=TableModel.random(mtp=True), costs=lambda: table)
-    return DepthPolicySubject(make=partial(spec.factory, options), shared=lambda: prepare(options, env))
+    return DepthPolicySubject(make=make, shared=lambda: prepare(options, env))
 
 
-def _from_drafter_factory(factory: Any) -> DrafterSubject:
+def _from_drafter_factory(factory: Any) -> PluginSubject:
     """A factory takes the sequence's environment or nothing; it may have an attribute ``needs``."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(factory).parameters.values()
@@ -199,22 +168,12 @@ def _from_drafter_factory(factory: Any) -> DrafterSubject:
 
 # --- registered names ------------------------------------------------------------------------------------------------
 
-_KINDS = {
-    Kind.DRAFTER: Subject.DRAFTER,
-    Kind.VERIFIER: Subject.VERIFIER,
-    Kind.DEPTH_POLICY: Subject.DEPTH_POLICY,
-    Kind.BACKEND: Subject.OPS,
-    Kind.PROCESSOR: Subject.LOGITS_PROCESSOR,
-    Kind.MODEL: Subject.MODEL_FAMILY,
-}
 _DTYPES = ("float32", "bfloat16")
-
-Given = list[tuple[Subject, AnySubject]]
 
 
 def registered_subjects(
     name: str, config: Any = None, options: Mapping[str, Any] | None = None
-) -> tuple[Given, list[str]]:
+) -> tuple[list[AnySubject], list[str]]:
     """Everything registered as ``name`` (or by the distribution of that name), and notes about what cannot be checked.
 
     Raises: UnknownNameError if there is none; UnsupportedError if nothing about it can be checked; PluginError if its
@@ -222,15 +181,15 @@ def registered_subjects(
     """
     entries = registry().entries()
     found = [entry for entry in entries if name in (entry.spec.name, entry.origin.distribution)]
-    asked = {"backend": name, **(options or {})}
     observers = [
         plugin
         for word, plugin in registry().hooks()
         if word == "observer" and name in (plugin.name, plugin.origin.distribution)
     ]
-    if not found and not observers and (foreign := foreign_target(_target_config(name, asked))) is not None:
-        return [(Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, foreign.target))], []
     if not found and not observers:
+        asked = structure_options({"backend": name, **(options or {})}, TargetConfig, f"check.{name}")
+        if (foreign := foreign_target(asked)) is not None:
+            return [as_subject(Subject.FORWARD_PASS, foreign.target)], []
         for failure in registry().failures:
             if failure.fatal and failure.stands_for(name):
                 registry().drafter(name, asked_by="specdec check")  # raises the plugin's own error
@@ -238,52 +197,42 @@ def registered_subjects(
         raise UnknownNameError(
             f"nothing is registered as {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
         )
-    subjects: Given = []
     notes: list[str] = []
-    for entry in found:
-        _add(entry, config, options, subjects, notes)
-    subjects += [(Subject.OBSERVER, as_subject(Subject.OBSERVER, plugin.plugin)) for plugin in observers]
+    subjects = [one for entry in found for one in _of_entry(entry, config, options, notes)]
+    subjects += [as_subject(Subject.OBSERVER, plugin.plugin) for plugin in observers]
     if not subjects:
         raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes
 
 
-def _target_config(name: str, options: Mapping[str, Any]) -> TargetConfig:
-    """Which target to check: ``options`` are keys of the table ``target``."""
-    return structure_options(options, TargetConfig, f"check.{name}")
-
-
-def _add(entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: Given, notes: list[str]) -> None:
+def _of_entry(entry: Entry, config: Any, options: Mapping[str, Any] | None, notes: list[str]) -> Iterator[AnySubject]:
     spec: Any = entry.spec
-    label, subject = f"{entry.kind.value} {spec.name}", _KINDS[entry.kind]
-    if entry.kind is Kind.MODEL and options:
-        loaded = load_target(RunConfig(target=_target_config(spec.name, options)))
+    label, where = f"{entry.kind.value} {spec.name}", f"check.{spec.name}"
+    if isinstance(spec, ModelSpec):
+        if not options:
+            notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
+            yield as_subject(Subject.MODEL_FAMILY, spec)
+            return
+        loaded = load_target(RunConfig(target=structure_options(options, TargetConfig, where)))
         if loaded.target.info.family != spec.name:
             raise ConfigError(f"the checkpoint's family is {loaded.target.info.family!r}, not {spec.name!r}")
-        subjects.append((Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, loaded.target)))
-        return
-    if isinstance(spec, ModelSpec):
-        subjects.append((subject, as_subject(subject, spec)))
-        notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
+        yield as_subject(Subject.FORWARD_PASS, loaded.target)
         return
     if config is None:
         example = dict(getattr(spec.config, EXAMPLE, {}))
         if example and not options:
             shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in example.items())
             notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
-        config = structure_options(options or example, spec.config, f"check.{spec.name}")
-    if not isinstance(spec, BackendSpec):
-        subjects.append((subject, as_subject(subject, spec, config)))
-        return
-    unavailable = registry().unavailable(spec)
-    if unavailable is not None:
+        config = structure_options(options or example, spec.config, where)
+    if (kind := subject_of(spec)) is not None:
+        yield as_subject(kind, spec, config)
+    elif (unavailable := registry().unavailable(spec)) is not None:
         notes.append(f"{label} was not checked: {unavailable}")
-        return
-    backend = spec.factory(config)
-    for dtype in _DTYPES:
-        try:
-            backend.choose_dtype(dtype, dtype)
-        except SpecdecError as refused:
-            notes.append(f"{label} was not checked in {dtype}: {refused.message}")
-            continue
-        subjects.append((subject, OpsSubject(make=partial(backend.ops, dtype))))
+    else:
+        backend = spec.factory(config)
+        for dtype in _DTYPES:
+            try:
+                backend.choose_dtype(dtype, dtype)
+                yield OpsSubject(make=partial(backend.ops, dtype))
+            except SpecdecError as refused:
+                notes.append(f"{label} was not checked in {dtype}: {refused.message}")

@@ -58,15 +58,11 @@ class Memory(enum.Enum):
 class TableHead(DraftHead):
     """Token ids; a table has nothing to gather."""
 
-    ids: tuple[int, ...]
+    tokens: tuple[int, ...]
     owner: TableModel = attrs.field(repr=False)
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.ids
-
     def extended(self, tokens: Sequence[int]) -> TableHead:
-        return self.owner.draft_head([*self.ids, *tokens])
+        return self.owner.draft_head([*self.tokens, *tokens])
 
 
 class _Point(NamedTuple):
@@ -88,27 +84,23 @@ class TableHidden(ArrayHidden):
         return rows
 
 
+@attrs.define(eq=False)
 class TableState(State):
     """A sequence's past: a point for each committed token."""
 
-    def __init__(self, model: TableModel, capacity: int, needs: Needs) -> None:
-        self.model = model
-        self.needs = needs
-        self.pairs = MtpPairs() if needs.mtp else None
-        self._capacity = capacity
-        self.points: list[_Point] = []
-        self.marks: list[int] = []  # lengths that a recurrent state can go back to
-        self.provisional: list[_Point] | None = None
-        self.fed: tuple[int, ...] = ()  # tokens of the uncommitted pass
-        self.mtp: list[int] = []  # accumulators after each pair; provisional ones last
+    model: TableModel
+    capacity: int
+    needs: Needs
+    pairs: MtpPairs | None = attrs.Factory(lambda self: MtpPairs() if self.needs.mtp else None, takes_self=True)
+    points: list[_Point] = attrs.field(factory=list)
+    marks: list[int] = attrs.field(factory=list)  # lengths that a recurrent state can go back to
+    provisional: list[_Point] | None = None
+    fed: tuple[int, ...] = ()  # tokens of the uncommitted pass
+    mtp: list[int] = attrs.field(factory=list)  # accumulators after each pair; provisional ones last
 
     @property
     def length(self) -> int:
         return len(self.points)
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     @property
     def last(self) -> _Point:
@@ -388,21 +380,18 @@ class TableModel(ForwardPass):
     def snapshot(self, state: State) -> Snapshot:
         state = self._own(state)
         self.feed_mtp(state)
-        fed = 0 if state.pairs is None else state.pairs.fed
-        arrays = {
-            "tails": np.array([point.tail for point in state.points], dtype=np.int64).reshape(-1, self.order),
-            "accumulators": np.array([point.accumulator for point in state.points], dtype=np.uint64),
-            "mtp": np.array(state.mtp[:fed], dtype=np.uint64),
-        }
-        return Snapshot(state.length, state.capacity, arrays, {} if state.pairs is None else {"mtp_length": fed})
+        points = [[*point.tail, point.accumulator] for point in state.points]
+        arrays = {"points": np.array(points, np.uint64).reshape(-1, self.order + 1)}
+        if state.pairs is not None:
+            arrays["mtp"] = np.array(state.mtp[: state.pairs.fed], np.uint64)
+        return Snapshot(state.length, state.capacity, arrays, {})
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TableState:
         state = self.new_state(snapshot.capacity, needs)
-        tails, accumulators = (np.asarray(snapshot.arrays[name]).tolist() for name in ("tails", "accumulators"))
-        if not len(tails) == len(accumulators) == snapshot.length:
-            raise StateError(f"a state of {snapshot.length} tokens, saved with {len(tails)}")
-        state.points = [_Point(tuple(tail), accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
-        if state.pairs is not None and "mtp_length" in snapshot.meta:
+        state.points = [_Point(tuple(tail), last) for *tail, last in np.asarray(snapshot.arrays["points"]).tolist()]
+        if state.length != snapshot.length:
+            raise StateError(f"a state of {snapshot.length} tokens, saved with {state.length}")
+        if state.pairs is not None and "mtp" in snapshot.arrays:
             state.mtp = np.asarray(snapshot.arrays["mtp"]).tolist()
             state.pairs.fed = len(state.mtp)
             if state.pairs.fed < state.length:

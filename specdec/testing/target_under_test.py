@@ -6,8 +6,8 @@ must be those of plain decoding, and MTP drafts those of a fresh state.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import attrs
@@ -27,7 +27,7 @@ from specdec.contract import (
     State,
 )
 from specdec.testing.checks import Broken, expect, expect_equal
-from specdec.testing.subjects import ForwardPassSubject
+from specdec.testing.subjects import PluginSubject
 
 if TYPE_CHECKING:
     from specdec.exchange import Float32
@@ -41,7 +41,7 @@ _HOST = 64_000_000  # logits of the reference that are kept on the host
 class TargetUnderTest:
     """The target of a subject, texts to feed it, and comparisons as strict as its parity."""
 
-    def __init__(self, subject: ForwardPassSubject) -> None:
+    def __init__(self, subject: PluginSubject) -> None:
         self.model: ForwardPass = subject.make()
         self.info = self.model.info
         self.exact = self.info.parity is Parity.BITWISE
@@ -154,14 +154,10 @@ class TargetUnderTest:
             raise Broken(what, got=got[:6], expected=truth[:6], largest_difference=f"{off:.3g}", **case)
 
 
-_KNOWN: weakref.WeakKeyDictionary[ForwardPassSubject, TargetUnderTest] = weakref.WeakKeyDictionary()
-
-
-def under_test(subject: ForwardPassSubject) -> TargetUnderTest:
+@lru_cache(maxsize=1)
+def under_test(subject: PluginSubject) -> TargetUnderTest:
     """The target of a subject, the same for all checks: plain decoding of the text is computed once."""
-    if subject not in _KNOWN:
-        _KNOWN[subject] = TargetUnderTest(subject)
-    return _KNOWN[subject]
+    return TargetUnderTest(subject)
 
 
 def hidden_by_name(output: ForwardOutput) -> dict[str, Hidden]:

@@ -94,11 +94,7 @@ _EDGES = (7, 8, 15, 63, 64, 100, 255, 256, 300, 600, 1100)
 _lengths = st.one_of(log_uniform(1, 8), log_uniform(1, 1200), st.sampled_from(_EDGES))
 _depths = st.sampled_from([*range(4), *range(16)])  # up to the rows of a pass
 _PALETTES = ("normal", "normal", "grid", "narrow", "flat", "one-hot", "last", "wide")
-_TEMPERATURES = {
-    True: (0.0,),
-    False: (1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
-    None: (0.0, 0.0, 1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
-}
+_TEMPERATURES = (0.0, 0.0, 1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6)
 _DRAFTED = ("any", "right", "right", "right", "wrong at the end", "close")
 """Any tokens; those of plain decoding; those but the last; or one of the three best of each row."""
 
@@ -125,7 +121,7 @@ def _rows(rng: np.random.Generator, palette: str, count: int, vocab: int, bound:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, greedy: bool | None = None, bound: float | None = None) -> Case:
+def cases(draw: st.DrawFn, *, bound: float | None = None) -> Case:
     """Calls in which every row leaves a token allowed: the last one, which is never banned or impossible.
 
     Texts, drafts and vocabularies are short and long, and all settings are tried. ``bound``: half of the calls have
@@ -146,7 +142,7 @@ def cases(draw: st.DrawFn, *, greedy: bool | None = None, bound: float | None = 
         sampling = Sampling(seed=sampling.seed, logit_bias={token: bias * scale for token, bias in biases.items()})
     sampling = attrs.evolve(
         sampling,
-        temperature=draw(st.sampled_from((0.0, 0.0, 1.0) if near else _TEMPERATURES[greedy])),
+        temperature=draw(st.sampled_from((0.0, 0.0, 1.0) if near else _TEMPERATURES)),
         banned=tuple(token for token in sampling.banned if token != last),
         end_tokens=tuple(token for token in sampling.end_tokens if token != last),
         logprobs=draw(st.sampled_from([None, None, 0, 2])),

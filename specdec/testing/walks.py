@@ -16,7 +16,7 @@ import torch
 from specdec.contract import Draft, DraftNoise, Sampling
 from specdec.testing.checks import Faults
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for
-from specdec.testing.subjects import DrafterSubject
+from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory
 
 VOCAB = 40
@@ -67,7 +67,7 @@ class Walk:
         session: the last one.
     """
 
-    subject: DrafterSubject
+    subject: PluginSubject
     setting: str
     route: str = "cycles"
     seed: int = 0
@@ -88,7 +88,12 @@ class Walk:
         model = target_for(self.subject, self.memory, vocab=VOCAB)
         sampling = attrs.evolve(sampling, logit_bias=dict(sampling.logit_bias))
         self.session = session = ScriptedSession(
-            subject=self.subject, model=model, sampling=sampling, noise=noise, faults=self.faults
+            subject=self.subject,
+            model=model,
+            sampling=sampling,
+            noise=noise,
+            generated_from=1,  # whatever the route
+            faults=self.faults,
         )
         if self.route in ("restored", "rebuilt"):
             session.keep()  # of a sequence without tokens
@@ -96,7 +101,6 @@ class Walk:
             session.report()
         first = len(tokens) * 2 // 3 if self.route == "prompt" else int(rng.integers(1, 4))
         session.feed(tokens[: max(first, 1)], chunk=len(tokens) if self.route == "prompt" else 2)
-        session.generated_from = 1  # whatever the route
         while len(session.tokens) < len(tokens):
             at, chance = len(session.tokens), rng.random()
             if self.route == "mixed" and chance < 0.08:
@@ -166,25 +170,25 @@ class Walk:
     def _restore(self, ahead: Sequence[int]) -> None:
         """Let another drafter continue over a copy; the first one, and a third of the same copy, go elsewhere."""
         session, rng = self.session, self.rng
-        copy = session.keep()
-        saved = None if self.route == "rebuilt" else copy.drafter
+        tokens, (copied, copy) = list(session.tokens), session.keep()
+        saved = None if self.route == "rebuilt" else copy
         if saved is not None and rng.random() < 0.7:
             written = {name: torch.as_tensor(array).clone() for name, array in saved.arrays.items()}
             saved = attrs.evolve(saved, arrays=written)  # as a session's file gives it back
-        arrays = {} if copy.drafter is None else copy.drafter.arrays
+        arrays = {} if copy is None else copy.arrays
         before = {name: torch.as_tensor(array).clone() for name, array in arrays.items()}
         self._elsewhere(session, ahead, 2)
-        session.rewind(len(copy.tokens) // 2 + 1)
+        session.rewind(len(tokens) // 2 + 1)
         self._elsewhere(session, ahead, 2)
         changed = [name for name, array in before.items() if not torch.equal(array, torch.as_tensor(arrays[name]))]
         self.faults.note("D17", not changed, "arrays of a snapshot changed when the text went on", got=changed)
-        self.session = session.another(copy, saved)
+        self.session = session.another(tokens, copied, saved)
         self.session.drafts = session.drafts
-        self._elsewhere(session.another(copy, saved), ahead, 2)
+        self._elsewhere(session.another(tokens, copied, saved), ahead, 2)
         if rng.random() < 0.3:  # to before what was saved
-            length = max(1, len(copy.tokens) - int(2 ** rng.uniform(0, 8)))
+            length = max(1, len(tokens) - int(2 ** rng.uniform(0, 8)))
             self.session.rewind(length)
-            self.session.feed(copy.tokens[length:])
+            self.session.feed(tokens[length:])
 
     def _elsewhere(self, session: ScriptedSession, ahead: Sequence[int], cycles: int) -> None:
         """Other tokens than those ``ahead``: what was there before or what will come, with another end, or any."""

@@ -149,7 +149,7 @@ def test_the_command_prints_one_object_and_says_by_its_status_how_it_went():
 def test_the_command_fails_a_broken_plugin(monkeypatch):
     from specdec.testing import reports
 
-    subjects = ([(Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
+    subjects = ([as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver)], [])
     monkeypatch.setattr(reports, "registered_subjects", lambda *arguments: subjects)
     done = _command("broken", "--only", "P4", "--effort", "sample")
     assert done.exit_code == 1

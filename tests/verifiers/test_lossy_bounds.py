@@ -12,7 +12,7 @@ from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.strict import StrictVerifier
 from specdec.verifiers.typical import TypicalConfig, TypicalVerifier
 
-GREEDY = cases(greedy=True)
+GREEDY = cases().filter(lambda case: case.sampling.temperature == 0)
 MARGINS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
 
 

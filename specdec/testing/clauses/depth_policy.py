@@ -13,7 +13,7 @@ import numpy as np
 from specdec.contract import CycleRecord, DepthPolicy, Stats
 from specdec.testing.checks import Faults, driven, own_generators
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import DepthPolicySubject
+from specdec.testing.subjects import PluginSubject
 
 LIMIT = 1024  # far above the rows of any pass: larger depths are mistakes that the engine's cap hides
 LONG = 1000  # cycles of a long sequence; four times as many of one outcome
@@ -89,7 +89,7 @@ class PolicyRun:
         return depths
 
 
-def _policies(subject: DepthPolicySubject, length: int, seed: int, rows: int, outcome: str | None) -> Faults:
+def _policies(subject: PluginSubject, length: int, seed: int, rows: int, outcome: str | None) -> Faults:
     """Run policies over the same records: alone, asked more often, beside another sequence, and after them."""
     faults, steps = Faults(), _steps(seed, length, rows, outcome)
 

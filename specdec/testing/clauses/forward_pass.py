@@ -18,18 +18,7 @@ import numpy as np
 import torch
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import (
-    Choosing,
-    Context,
-    Drafter,
-    DrafterEnv,
-    Logits,
-    MtpDraft,
-    Parity,
-    Sampling,
-    SharedWeights,
-    State,
-)
+from specdec.contract import Choosing, Context, Logits, MtpDraft, Parity, Sampling, SharedWeights, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.sampling import CoupledDraft, Rows
 from specdec.testing.checks import (
@@ -42,9 +31,9 @@ from specdec.testing.checks import (
     not_applicable,
     own_generators,
 )
-from specdec.testing.engine_run import ScriptedDrafter, expect_plain_output, plain_decoding
+from specdec.testing.engine_run import expect_plain_output
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import ForwardPassSubject
+from specdec.testing.subjects import PluginSubject
 from specdec.testing.target_under_test import DIFFERS, MTP, Play, TargetUnderTest, hidden_by_name, under_test
 from specdec.verifiers.strict import StrictVerifier
 
@@ -65,7 +54,7 @@ _KINDS: Mapping[str, Sequence[str]] = {
 """The steps of each play; some faults need a session without the first kind."""
 
 
-def _play(subject: ForwardPassSubject, run: Run, clause: str) -> None:
+def _play(subject: PluginSubject, run: Run, clause: str) -> None:
     target, head = under_test(subject), clause in ("F13", "F22")
     choices = [needs for needs in target.needs() if needs.mtp >= head and bool(needs.hidden) >= (clause == "F21")]
     if not choices or (clause == "F4" and target.info.max_positions < 4):
@@ -109,7 +98,7 @@ checks_of(
 
 
 @check("F5")
-def row_invariance(subject: ForwardPassSubject, run: Run) -> None:
+def row_invariance(subject: PluginSubject, run: Run) -> None:
     """BITWISE: the bits of a row do not depend on the rows of its pass. NUMERIC: they are close."""
     target = under_test(subject)
     for before in (5, 300):
@@ -123,7 +112,7 @@ def row_invariance(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F6")
-def any_chunking(subject: ForwardPassSubject, run: Run) -> None:
+def any_chunking(subject: PluginSubject, run: Run) -> None:
     """Any chunking of a prompt leaves the same state: bit-equal with BITWISE parity, except that ``parity_reason`` may
     say that chunks of more than ``max_rows`` tokens have other bits."""
     target, rng = under_test(subject), np.random.default_rng(run.seed)
@@ -157,7 +146,7 @@ def _misuses(target: TargetUnderTest) -> list[tuple[str, Callable[[State], objec
 
 
 @check("F7")
-def misuse_refused(subject: ForwardPassSubject, run: Run) -> None:
+def misuse_refused(subject: PluginSubject, run: Run) -> None:
     """Misuse raises StateError, ShapeError or PromptError as documented, and leaves the committed state unchanged."""
     target = under_test(subject)
     capacity = min(12, target.info.max_positions)
@@ -190,7 +179,7 @@ CHOICES = (
 
 
 @check("F8")
-def logits_methods(subject: ForwardPassSubject, run: Run) -> None:
+def logits_methods(subject: PluginSubject, run: Run) -> None:
     """``argmax``, ``topk``, ``gather`` and ``logsumexp`` agree with ``rows``, ``[T, V]`` float32; ids are plain ints,
     and ties go to the lowest."""
     target = under_test(subject)
@@ -250,7 +239,7 @@ def _expect_ids(got: Sequence[int], expected: list[int], what: str) -> None:
 
 
 @check("F10")
-def counts_tokens(subject: ForwardPassSubject, run: Run) -> None:
+def counts_tokens(subject: PluginSubject, run: Run) -> None:
     """A state counts its committed tokens and its bytes, has the requested capacity, and can be filled completely by
     passes of any number of rows."""
     target = under_test(subject)
@@ -265,7 +254,7 @@ def counts_tokens(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F13")
-def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
+def mtp_drafts(subject: PluginSubject, run: Run) -> None:
     """Without a head, MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks have no effect,
     and a greedy draft in one call is that of single steps."""
     target = under_test(subject)
@@ -279,29 +268,19 @@ def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F15")
-def target_in_the_engine(subject: ForwardPassSubject, run: Run) -> None:
+def target_in_the_engine(subject: PluginSubject, run: Run) -> None:
     """In the engine with the strict verifier, right, wrong and mixed drafts give the tokens of plain decoding."""
     model, verifier = under_test(subject).model, StrictVerifier()
     vocab, capacity = model.info.vocab_size, min(64, model.info.max_positions)
     prompt = [(7 * i + 3) % vocab for i in range(5)]
     count = min(16, capacity - len(prompt))
     for number in range(8):
-        wrong, sampling = number // 2, Sampling(temperature=number % 2, seed=17)
-        text = [*prompt, *plain_decoding(model, verifier, prompt, count, sampling, capacity), 0]
-
-        def script(history: list[int], row: int, wrong: int = wrong, text: list[int] = text) -> int:
-            """The right token, but for every so many."""
-            off, right = wrong > 0 and (len(history) + row) % wrong == 0, text[min(len(history), len(text) - 1)]
-            return (right + off) % vocab
-
-        def make(env: DrafterEnv, script: Callable[[list[int], int], int] = script) -> Drafter:
-            return ScriptedDrafter(script)
-
-        expect_plain_output(model, verifier, make, prompt, count, [1, 4, 2, 0], sampling, capacity=capacity)
+        wrong, sampling = [number > 1, *[False] * (number // 2 - 1)], Sampling(temperature=number % 2, seed=17)
+        expect_plain_output(model, verifier, wrong, prompt, count, [1, 4, 2, 0], sampling, capacity)
 
 
 @check("F16")
-def info_filled_in(subject: ForwardPassSubject, run: Run) -> None:
+def info_filled_in(subject: PluginSubject, run: Run) -> None:
     """``info`` is filled in: sizes are positive, ``max_rows`` is at least 2, and it does not change."""
     target = under_test(subject)
     info = target.info
@@ -315,7 +294,7 @@ def info_filled_in(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F19")
-def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
+def draft_heads(subject: PluginSubject, run: Run) -> None:
     """A draft head gives the MTP head's logits at its ids and -inf elsewhere; ``extended`` adds ids to a new head."""
     target = under_test(subject)
     model, vocab, length = target.model, target.info.vocab_size, min(5, target.length - 1)
@@ -349,7 +328,7 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F28")
-def states_are_freed(subject: ForwardPassSubject, run: Run) -> None:
+def states_are_freed(subject: PluginSubject, run: Run) -> None:
     """A state is freed with its sequence: a target keeps neither states nor what it handed over."""
     target = under_test(subject)
     references: dict[str, list[weakref.ref[Any]]] = {}
@@ -371,7 +350,7 @@ def states_are_freed(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F29")
-def shared_weights(subject: ForwardPassSubject, run: Run) -> None:
+def shared_weights(subject: PluginSubject, run: Run) -> None:
     """``shared_weights`` gives finite matrices ``[V, H]`` and a scale above 0, the same at every call, or raises
     UnsupportedError."""
     target = under_test(subject)
@@ -403,7 +382,7 @@ def _readings(shared: SharedWeights, target: TargetUnderTest) -> list[Any]:
 
 
 @check("F30")
-def batches(subject: ForwardPassSubject, run: Run) -> None:
+def batches(subject: PluginSubject, run: Run) -> None:
     """``decode_batch`` gives every state the output of its own ``decode``, whatever the others hold, and each commits
     on its own."""
     target = under_test(subject)
@@ -431,7 +410,7 @@ def batches(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F31")
-def draft_batches(subject: ForwardPassSubject, run: Run) -> None:
+def draft_batches(subject: PluginSubject, run: Run) -> None:
     """``draft_mtp_batch`` gives every state the draft of its own ``draft_mtp``, or what that raises, whatever the
     others hold and ask for, and leaves each as that does."""
     target, heads = under_test(subject), list[Any]([None])

@@ -18,7 +18,7 @@ from specdec.errors import SpecdecError
 from specdec.testing.checks import Faults, driven, not_applicable, own_generators
 from specdec.testing.second_model import byte_tokenizer
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import LogitsProcessorSubject
+from specdec.testing.subjects import PluginSubject
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
@@ -53,7 +53,7 @@ def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[Row]:
     return rows
 
 
-def _environments(subject: LogitsProcessorSubject) -> list[tuple[ProcessorEnv, int]]:
+def _environments(subject: PluginSubject) -> list[tuple[ProcessorEnv, int]]:
     """The environments that the processor takes, and the longest history of each."""
     taken, refusal = [], ""
     for vocab, start, longest in ENVIRONMENTS:
@@ -73,7 +73,7 @@ def _environments(subject: LogitsProcessorSubject) -> list[tuple[ProcessorEnv, i
 class _Asked:
     """Asks a processor, and looks at what it answers and whether it leaves alone what it is given."""
 
-    def __init__(self, subject: LogitsProcessorSubject, env: ProcessorEnv, faults: Faults) -> None:
+    def __init__(self, subject: PluginSubject, env: ProcessorEnv, faults: Faults) -> None:
         self.processor, self.vocab, self.faults = subject.make(env), env.vocab_size, faults
         self.latest: tuple[Any, Float32] | None = None  # an answer, and a copy of it
 
@@ -120,7 +120,7 @@ class _Asked:
                 note("L7", bool(allowed), "forced gives a token that process forbids there", got=token, **case)
 
 
-def _processors(subject: LogitsProcessorSubject, number: int, seed: int, rows: int) -> Faults:
+def _processors(subject: PluginSubject, number: int, seed: int, rows: int) -> Faults:
     """Drive a processor through the rows of a generation, beside another sequence."""
     env, longest = (taken := _environments(subject))[number % len(taken)]
     faults, other_env = Faults(), attrs.evolve(env, generated_from=env.generated_from + 2)

@@ -51,16 +51,13 @@ class _Family:
     """A family, a config.json that it takes, and what it reads of that."""
 
     def __init__(self, subject: ModelFamilySubject) -> None:
-        self.spec = subject.spec
+        self.spec, self.parse = subject.spec, subject.spec.parse
         self.raw = dict(SMALL if subject.config is None else subject.config)
         self.raw.setdefault("model_type", self.spec.model_types[0])
         self.config = self._accepted(subject.config is not None)
         watched = ReadKeys(self.raw)
         self.parse(watched)
         self.read = {key for key in self.raw if watched.was_read(key)}
-
-    def parse(self, raw: Mapping[str, Any]) -> Any:
-        return self.spec.parse(raw)
 
     def _accepted(self, given: bool) -> FamilyConfig:
         """Parse; without a config of its own, do without the keys that the family refuses."""

@@ -9,7 +9,7 @@ import numpy as np
 from specdec.contract import CycleRecord
 from specdec.testing.checks import Broken, Faults, driven, own_generators
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import OBSERVES, ObserverSubject
+from specdec.testing.subjects import OBSERVES, PluginSubject
 
 LONG = 1500  # records of a long run
 
@@ -25,7 +25,7 @@ def _record(rng: np.random.Generator) -> CycleRecord:
     return CycleRecord(position, depth, offered, accepted, emitted, draft, verify, commit, drafted)
 
 
-def _observers(subject: ObserverSubject, length: int, seed: int) -> Faults:
+def _observers(subject: PluginSubject, length: int, seed: int) -> Faults:
     """Show records to an observer, then some to another one from two threads in turn."""
     faults, rng = Faults(), np.random.default_rng([seed, 2])
     records = [_record(rng) for _ in range(length)]

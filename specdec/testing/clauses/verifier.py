@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import Context, Draft, Drafter, DrafterEnv, DraftNoise, Guarantee, Sampling, Verdict
+from specdec.contract import Context, Draft, DraftNoise, Guarantee, Sampling, Verdict
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.sampling import draft_token
 from specdec.testing import strategies
@@ -31,13 +31,13 @@ from specdec.testing.checks import (
     not_applicable,
     own_generators,
 )
-from specdec.testing.engine_run import ScriptedDrafter, expect_plain_output
-from specdec.testing.subjects import VerifierSubject
+from specdec.testing.engine_run import expect_plain_output
+from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory, TableModel
 from specdec.testing.verifier_cases import VOCAB, Case, cases, decide, emitted, every_position, target_rows
 
 
-def _calls(subject: VerifierSubject, case: Case, cycle: int) -> Faults:
+def _calls(subject: PluginSubject, case: Case, cycle: int) -> Faults:
     """Decide one call, alone and after others, and compare the tokens that it commits with their rows."""
     faults, verifier = Faults(), subject.make()
     note, stated = faults.note, None if case.draft.probs is None else case.draft.probs.copy()
@@ -95,7 +95,7 @@ def _calls(subject: VerifierSubject, case: Case, cycle: int) -> Faults:
     return faults
 
 
-def _pure(subject: VerifierSubject, case: Case, expected: Verdict | None, faults: Faults) -> None:
+def _pure(subject: PluginSubject, case: Case, expected: Verdict | None, faults: Faults) -> None:
     """Ask a verifier that has decided what another sequence may have at the same place, and in another cycle."""
     verifier, note = subject.make(), faults.note_equal
     bias = dict(case.sampling.logit_bias)
@@ -113,7 +113,7 @@ def _pure(subject: VerifierSubject, case: Case, expected: Verdict | None, faults
     note("V8", dict(context.sampling.logit_bias), bias, "the settings were changed")
 
 
-def _drive(subject: VerifierSubject, run: Run, clause: str) -> None:
+def _drive(subject: PluginSubject, run: Run, clause: str) -> None:
     verifier = subject.make()
     bound, promised = verifier.bound, {"V6": Guarantee.EXACT, "V7": Guarantee.BOUNDED}.get(clause, verifier.guarantee)
     if verifier.guarantee is not promised:
@@ -147,7 +147,7 @@ checks_of(
 
 
 @check("V2")
-def one_row_too_few(subject: VerifierSubject, run: Run) -> None:
+def one_row_too_few(subject: PluginSubject, run: Run) -> None:
     """K draft tokens come with K + 1 rows; any other number raises ShapeError."""
     verifier = subject.make()
     sampled = decide(verifier, Case(np.zeros((1, VOCAB), np.float32), [1], Draft(), Sampling(temperature=1.0)))
@@ -164,7 +164,7 @@ NEXT_TO_ONE = (47854, 50369, 2224, 37449)
 
 
 @check("V3")
-def identical_models(subject: VerifierSubject, run: Run) -> None:
+def identical_models(subject: PluginSubject, run: Run) -> None:
     """The target's own drafts, drawn with the noise that the verifier asks for, are accepted in full; only a verifier
     that never accepts a token accepts less."""
     model, most = TableModel.random(VOCAB, seed=3), 0
@@ -210,7 +210,7 @@ def identical_models(subject: VerifierSubject, run: Run) -> None:
 
 
 @check("V5")
-def target_distribution(subject: VerifierSubject, run: Run) -> None:
+def target_distribution(subject: PluginSubject, run: Run) -> None:
     """EXACT and DISTRIBUTION: the emitted tokens follow the target's joint distribution, whatever was drafted."""
     verifier = subject.make()
     if verifier.guarantee not in (Guarantee.EXACT, Guarantee.DISTRIBUTION):
@@ -227,7 +227,7 @@ def target_distribution(subject: VerifierSubject, run: Run) -> None:
 
 
 @check("V14")
-def all_of_the_noise(subject: VerifierSubject, run: Run) -> None:
+def all_of_the_noise(subject: PluginSubject, run: Run) -> None:
     """At temperature above 0, every bit of the seed and every position gives other noise, and, where drafts are
     independent, every cycle."""
     verifier, rng = subject.make(), np.random.default_rng(run.seed)
@@ -256,24 +256,17 @@ def all_of_the_noise(subject: VerifierSubject, run: Run) -> None:
 
 
 @check("V13")
-def in_the_engine(subject: VerifierSubject, run: Run) -> None:
+def in_the_engine(subject: PluginSubject, run: Run) -> None:
     """EXACT, in the engine: drafts, depths and cycle boundaries cannot change the output, over states of every kind."""
     if subject.make().guarantee is not Guarantee.EXACT:
         not_applicable("only EXACT promises the tokens of plain decoding")
     vocab = 6
     models = {memory: TableModel.random(vocab, memory=memory, seed=6, tilt=0.5, peak=0.4) for memory in Memory}
 
-    def body(memory: Memory, wrong: list[bool], prompt: list[int], length: int, **how: Any) -> None:
-        def script(history: list[int], number: int) -> int:
-            right = int(models[memory].logits(history).argmax())
-            return (right + wrong[(len(history) + number) % len(wrong)]) % vocab
-
-        def make(env: DrafterEnv) -> Drafter:
-            return ScriptedDrafter(script)
-
+    def body(memory: Memory, prompt: list[int], length: int, **how: Any) -> None:
         with contextlib.suppress(UnsupportedError):
             room = len(prompt) + length
-            expect_plain_output(models[memory], subject.make(), make, prompt, length, capacity=room, **how)
+            expect_plain_output(models[memory], subject.make(), prompt=prompt, count=length, capacity=room, **how)
 
     drawn: dict[str, Any] = {"wrong": st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=9)}
     generations: dict[str, Any] = strategies.generations(vocab)

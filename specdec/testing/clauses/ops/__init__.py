@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from specdec.testing.clauses.forward_pass import check_logits
 from specdec.testing.clauses.ops import layers
 from specdec.testing.clauses.ops.layers import CAPACITY, Layer
 from specdec.testing.clauses.ops.operations import LENGTH, OPERATIONS, REFERENCE, ROWS, VOCAB, Bench, row_calls
-from specdec.testing.subjects import OpsSubject
+from specdec.testing.subjects import PluginSubject
 
 SENTENCES = {
     "O1": "``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the rows of a ``weight`` or ``table`` in "
@@ -42,7 +42,7 @@ SENTENCES = {
 """The clauses that hold if the operations of the table agree with the reference."""
 
 
-def _compare(subject: OpsSubject, run: Run, clause: str) -> None:
+def _compare(subject: PluginSubject, run: Run, clause: str) -> None:
     bench = Bench(subject, run)
     for operation in OPERATIONS:
         if operation.clause == clause:
@@ -64,7 +64,7 @@ def _tied(bench: Bench) -> Any:
 
 
 @check("O10")
-def head(subject: OpsSubject, run: Run) -> None:
+def head(subject: PluginSubject, run: Run) -> None:
     """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax, the lowest id of
     equal ones; ``softcap`` limits them."""
     _compare(subject, run, "O10")
@@ -78,16 +78,12 @@ def head(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O20")
-def pruned_head(subject: OpsSubject, run: Run) -> None:
+def pruned_head(subject: PluginSubject, run: Run) -> None:
     """``pruned_head`` gives ``head``'s logits at the ids of ``head_rows`` and -inf elsewhere, added ids included."""
     _compare(subject, run, "O20")
     bench = Bench(subject, run)
-    ops, x, weight, ids = (
-        bench.ops,
-        bench.act(5, LENGTH),
-        bench.matrix(VOCAB, LENGTH),
-        [0, VOCAB - 1, *range(40, 170, 3)],
-    )
+    ops, x, weight = bench.ops, bench.act(5, LENGTH), bench.matrix(VOCAB, LENGTH)
+    ids = [0, VOCAB - 1, *range(40, 170, 3)]
     base = ops.head_rows(weight.array, ids[::-1])
     extended = ops.head_rows(weight.array, [5, 40, 299], base)
     other = ops.head_rows(weight.array, [200, 7], base)  # another extension of the same rows
@@ -124,45 +120,55 @@ SPANS = (
 """Rows of the pass, rows in the cache, and the first row seen by a row of the cache in a pass from ``start`` on."""
 
 
-def _attentions(bench: Bench, clause: str) -> Iterator[tuple[Layer, int, int]]:
-    """The layers that a clause is about, with the rows in the cache and those of the pass."""
+def _layers(bench: Bench, clause: str) -> Iterator[tuple[Layer, Sequence[int]]]:
+    """The layers that a clause is about, and where their passes end."""
+    for rows in (1, 3, 9, 19) if clause in ("O7", "O8") else ():
+        yield layers.delta(bench, rows), sorted({max(1, rows - 5), max(1, rows - 4), rows})
+    for rows, before, first in SPANS if clause == "O24" else ():
+        for causal in (True, False):
+            yield layers.window(bench, before + rows, first, causal=causal), (before, before + rows)
     for number, (rows, before) in enumerate(PASSES):
+        end = before + rows
         if clause == "O6":
-            yield layers.attention(bench, before + rows, gated=number % 3 != 1), before, rows
+            yield layers.attention(bench, end, gated=number % 3 != 1), (before, end)
         elif clause == "O31":
-            yield layers.cached(bench, before + rows), before, rows
+            yield layers.cached(bench, end), (before, end)
         elif clause == "O19":
-            yield layers.latent(bench, before + rows), before, rows
+            yield layers.latent(bench, end), (before, end)
         elif clause == "O26":
             for size in (1, 5, 70):
-                yield layers.sliding(bench, before + rows, size), before, rows
+                yield layers.sliding(bench, end, size), (before, end)
         elif clause == "O28":
-            yield layers.sunk(bench, before + rows, (0, 5)[number % 2]), before, rows
-    if clause == "O24":
-        for rows, before, first in SPANS:
-            for causal in (True, False):
-                yield layers.window(bench, before + rows, first, causal=causal), before, rows
+            yield layers.sunk(bench, end, (0, 5)[number % 2]), (before, end)
 
 
-def _attend(subject: OpsSubject, run: Run, clause: str) -> None:
+def _compare_layers(subject: PluginSubject, run: Run, clause: str) -> None:
     """Compare passes with the reference, over caches that were full of NaN."""
-    bench = Bench(subject, run)
-    for number, (layer, before, rows) in enumerate(_attentions(bench, clause)):
-        cache, truth = layer.cache(CAPACITY), layer.new(REFERENCE, CAPACITY)
-        layers.fill_with_nan(cache)
-        for first, last in ((0, before), (before, before + rows)) if before else ((0, rows),):
-            got, expected = layer.of(bench.ops, first, last, cache=cache), layer.of(REFERENCE, first, last, cache=truth)
-            cache.commit(last - first)
-            truth.commit(last - first)
-        bound = float(layer.drawn[layer.mixed].values.abs().max()) * (2 * bench.eps + 1e-5)
-        bench.close(got[0], expected[0], bound, layer.name, rows=rows, cached=before, case=number)
+    bench, result = Bench(subject, run), int(clause == "O8")
+    for number, (layer, ends) in enumerate(_layers(bench, clause)):
+        caches, at = {ops: layer.new(ops, CAPACITY) for ops in (bench.ops, REFERENCE)}, 0
+        if layer.mixed is not None:
+            layers.fill_with_nan(caches[bench.ops])
+        for end in filter(None, ends):
+            got, truth = (layer.of(ops, at, end, cache=cache)[result] for ops, cache in caches.items())
+            for cache in caches.values():
+                cache.commit(end - at)
+            if layer.mixed is None:
+                bound = float(truth.abs().max()) * (8 * bench.eps + 2.0**-15)
+            else:
+                bound = float(layer.drawn[layer.mixed].values.abs().max()) * (2 * bench.eps + 1e-5)
+            bench.close(got, truth, bound, layer.name, rows=end - at, cached=at, case=number)
+            at = end
 
 
 checks_of(
-    _attend,
+    _compare_layers,
     {
         "O6": "``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid "
         "gate.",
+        "O7": "``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the "
+        "pass.",
+        "O8": "``gated_delta`` is the gated delta rule, token by token from the cached matrix.",
         "O19": "``attend_latent`` is causal softmax attention in which all heads read whole rows and mix their first "
         "values.",
         "O24": "``attend_from`` attends from each row's first row on, up to itself, or to the end of the pass.",
@@ -174,33 +180,8 @@ checks_of(
 )
 
 
-def _delta(subject: OpsSubject, run: Run, clause: str) -> None:
-    """Compare a result of the delta layer in a long pass and short ones."""
-    bench, result = Bench(subject, run), ("O7", "O8").index(clause)
-    for rows in (1, 3, 9, 19):
-        layer, at = layers.delta(bench, rows), 0
-        caches = {ops: layer.new(ops, rows) for ops in (bench.ops, REFERENCE)}
-        for end in sorted({max(1, rows - 5), max(1, rows - 4), rows}):
-            got, truth = (layer.of(ops, at, end, cache=cache)[result] for ops, cache in caches.items())
-            for cache in caches.values():
-                cache.commit(end - at)
-            bound = float(truth.abs().max()) * (8 * bench.eps + 2.0**-15)
-            bench.close(got, truth, bound, ("conv_window", "gated_delta")[result], rows=rows, at=at)
-            at = end
-
-
-checks_of(
-    _delta,
-    {
-        "O7": "``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the "
-        "pass.",
-        "O8": "``gated_delta`` is the gated delta rule, token by token from the cached matrix.",
-    },
-)
-
-
 @check("O12")
-def row_invariance(subject: OpsSubject, run: Run) -> None:
+def row_invariance(subject: PluginSubject, run: Run) -> None:
     """BITWISE: a row's bits are the same in a pass of one row and in a pass of any number up to ``max_rows``."""
     bench = Bench(subject, run)
     if bench.ops.capabilities.parity is not Parity.BITWISE:
@@ -220,7 +201,7 @@ def row_invariance(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O13")
-def commit_cuts(subject: OpsSubject, run: Run) -> None:
+def commit_cuts(subject: PluginSubject, run: Run) -> None:
     """``commit(a)`` after T rows leaves the bits of a pass of a rows; dropped rows leave no trace, even if NaN."""
     bench = Bench(subject, run)
     most = bench.ops.capabilities.max_rows
@@ -249,7 +230,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O14")
-def going_back(subject: OpsSubject, run: Run) -> None:
+def going_back(subject: PluginSubject, run: Run) -> None:
     """``truncate`` reaches a point in the cache, or changes nothing and returns False; ``save`` and ``load`` copy."""
     bench = Bench(subject, run)
     for layer in layers.every(bench, 9):
@@ -280,7 +261,7 @@ def going_back(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O15")
-def inputs_untouched(subject: OpsSubject, run: Run) -> None:
+def inputs_untouched(subject: PluginSubject, run: Run) -> None:
     """Ops return new arrays and never write to their inputs."""
     bench, rows = Bench(subject, run), 4
     for name, call in [*row_calls(bench, rows), *((layer.name, layer) for layer in layers.every(bench, rows))]:
@@ -299,7 +280,7 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
 
 
 @check("O25")
-def append(subject: OpsSubject, run: Run) -> None:
+def append(subject: PluginSubject, run: Run) -> None:
     """``append`` leaves the cache as ``attend`` of the same rows does; they are provisional until a commit."""
     bench = Bench(subject, run)
     layer = layers.attention(bench, 9, gated=False)

@@ -25,7 +25,7 @@ class Layer(Call):
     """A call ``run(ops, cache, *arguments)`` that appends its rows to a cache of ``new(ops, capacity)``.
 
     Attributes:
-        mixed: which drawn argument the results are averages of.
+        mixed: which drawn argument the results are averages of; None: of none.
         verifies: whether targets run it, so that a row must have the same bits in any pass.
     """
 
@@ -36,7 +36,7 @@ class Layer(Call):
         new: Callable[[Ops, int], Cache],
         run: Callable[..., Any],
         *arguments: Drawn,
-        mixed: int = -1,
+        mixed: int | None = -1,
         verifies: bool = True,
     ) -> None:
         super().__init__(run, *arguments)
@@ -208,6 +208,7 @@ def delta(bench: Bench, rows: int) -> Layer:
         bench.vector(SHAPE.channels, SHAPE.kernel, scale=0.5),
         bench.drawn(bench.ops.vector(decays.log())),
         bench.vector(SHAPE.value_heads, mean=-1.0),
+        mixed=None,
     )
 
 

@@ -7,7 +7,6 @@ reference takes what ``to_host`` gives back of them as float32, so that only the
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Clamp, DeltaShape, Ops, Rope, Routing
 from specdec.errors import UnsupportedError
 from specdec.testing.checks import Broken, NotApplicable, Run, expect, expect_equal, not_applicable
-from specdec.testing.subjects import OpsSubject
+from specdec.testing.subjects import PluginSubject
 
 if TYPE_CHECKING:
     from specdec.exchange import Float64
@@ -60,7 +59,7 @@ class Position:
 class Bench:
     """A backend's ops, arguments drawn for them, and comparisons."""
 
-    def __init__(self, subject: OpsSubject, run: Run) -> None:
+    def __init__(self, subject: PluginSubject, run: Run) -> None:
         self.ops: Ops = subject.make()
         self.rng = np.random.default_rng(run.seed + 1)
         dtype = torch.finfo(self.ops.to_host(self.act(1, 8).array).dtype)
@@ -145,9 +144,7 @@ class Call:
         terms: float = 64,
         magnitude: Callable[..., Any] | None = None,
     ) -> None:
-        self.run: Callable[..., Any] = (
-            (lambda ops, *a: operator.methodcaller(run, *a)(ops)) if isinstance(run, str) else run
-        )
+        self.run: Callable[..., Any] = (lambda ops, *a: getattr(ops, run)(*a)) if isinstance(run, str) else run
         self.arguments, self.roundings, self.terms, self.magnitude = arguments, roundings, terms, magnitude
         self.drawn = [one for one in arguments if isinstance(one, Drawn)]
         self.by_row = any(one.by_row for one in self.drawn)
@@ -431,10 +428,8 @@ def _clamped_moe(bench: Bench, rows: int, number: int) -> Call:
     logits = torch.zeros(count)
     for tensor in (*values, logits):
         tensor[never] = -100.0 if tensor is logits else torch.nan
-    routing, clamp = (
-        Routing(top_k=6, scores="softmax", normalised=True),
-        Clamp(alpha=1.702, limit=(0.7, 2.0)[number % 2]),
-    )
+    routing = Routing(top_k=6, scores="softmax", normalised=True)
+    clamp = Clamp(alpha=1.702, limit=(0.7, 2.0)[number % 2])
 
     def run(ops: Ops, x: Any, residual: Any, router: Any, added: Any, *parts: Any) -> Any:
         return ops.clamped_moe(x, (router, added), routing, parts[:3], parts[3:], clamp, residual)
