@@ -270,7 +270,12 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 def known_fields(kind: Any) -> list[str]:
     """The keys of a table with the fields of an attrs class; none of another kind."""
-    return [field.name for field in fields_of(kind) if field.init and field.metadata.get("key", True)]
+    return [key for field in fields_of(kind) if field.init and (key := _key(field))]
+
+
+def _key(field: attrs.Attribute[Any]) -> str:
+    """A field's key in a table: its name, unless its metadata has another; empty for none."""
+    return field.metadata.get("key", field.name) or ""
 
 
 def fields_of(kind: Any) -> Sequence[attrs.Attribute[Any]]:
@@ -292,10 +297,11 @@ def _record(table: Any, kind: Any) -> Any:
         raise Mismatch(text=f"is unknown.{match} {takes}", path=(unknown,))
     values: dict[Any, Any] = {}
     for field in fields_of(kind):
-        if field.name in keys and field.name in table:
-            values[field.alias] = _item(field.name, table[field.name], hints.get(field.name, Any), files=True)
-        elif field.name in keys and field.default is attrs.NOTHING:
-            raise Mismatch(text="is required and missing", path=(field.name,))
+        key = _key(field)
+        if key in keys and key in table:
+            values[field.alias] = _item(key, table[key], hints.get(field.name, Any), files=True)
+        elif key in keys and field.default is attrs.NOTHING:
+            raise Mismatch(text="is required and missing", path=(key,))
     return _built(lambda: kind(**values))
 
 

@@ -23,7 +23,7 @@ from click.core import ParameterSource
 from specdec.cli import output
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import ConfigError, PromptError, cut, shown
-from specdec.files.reading import TEXT_LIMIT
+from specdec.files.reading import TEXT_LIMIT, decoded, why
 
 if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
@@ -273,17 +273,11 @@ def read_text(file: str) -> str:
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
             data = stream.read(limit + 1)
-    except OSError as error:
-        raise PromptError(f"cannot read {name}: {error.strerror or error}") from error
-    if len(data) > limit:
-        raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        at = error.start + len(data) - len(error.object)  # which lacks a byte order mark
-        raise PromptError(
-            f"{name} is not UTF-8: byte {data[at]:#04x} at offset {at}", try_="save the text as UTF-8"
-        ) from error
+        if len(data) > limit:
+            raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
+        return decoded(data)
+    except (OSError, ValueError) as error:
+        raise PromptError(f"cannot read {name}: {why(error)}") from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import click
 
 from specdec._version import __version__
-from specdec.errors import SpecdecError, did_you_mean, one_line, printable
+from specdec.errors import SpecdecError, one_line, printable
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -72,14 +72,6 @@ class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Our commands and the plugins'."""
         return sorted(self._extend().commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command at the start of ``args``, or a usage error with the nearest name."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
-        return super().resolve_command(ctx, args)
 
     def _extend(self) -> Group:
         if not self.extended:

@@ -16,7 +16,7 @@ import attrs
 from specdec.checking import Mismatch, checked, checked_fields, convert, dotted
 from specdec.config.values import PLUGIN_TABLES, RunConfig
 from specdec.errors import ConfigError, shown
-from specdec.files.reading import parse_toml, read_text
+from specdec.files.reading import parse_toml, read_text, why
 
 T = TypeVar("T")
 
@@ -109,15 +109,8 @@ def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     """
     try:
         return parse_toml(read_text(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
-            try_="save the file as UTF-8; TOML allows no other encoding",
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as TOML: {why(error)}") from error
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from specdec.config import FieldError, between, structure_options
 from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Needs, Snapshot, State, Stats
 from specdec.errors import ConfigError, SessionFileError, SpecdecError, shown
 from specdec.files.keeping import replacing
-from specdec.files.reading import leaves, open_file, parse_json
+from specdec.files.reading import leaves, open_file, parse_json, why
 from specdec.registry import calling
 
 FORMAT = 2
@@ -134,7 +134,7 @@ def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
         with replacing(path, mode=0o600) as new:
             save_file(tensors, new, metadata)
     except (OSError, ValueError, safetensors.SafetensorError) as error:  # the last for a full disk
-        raise SessionFileError(f"the session could not be written: {_reason(error)}", file=path) from error
+        raise SessionFileError(f"the session could not be written: {why(error)}", file=path) from error
 
 
 def json_copy(extra: object) -> dict[str, Any]:
@@ -157,10 +157,6 @@ def _on_host(arrays: Mapping[str, Any], target: ForwardPass | None = None) -> di
         name: torch.as_tensor(array if target is None else target.to_host(array)).contiguous()
         for name, array in arrays.items()
     }
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _parsed(text: str) -> Any:
@@ -193,7 +189,7 @@ def read_session(path: Path, target: ForwardPass) -> SavedSession:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()} if _KEY in metadata else {}
         except OSError as error:
-            raise SessionFileError(f"the session file cannot be read: {_reason(error)}") from error
+            raise SessionFileError(f"the session file cannot be read: {why(error)}") from error
         except (safetensors.SafetensorError, ValueError) as error:
             raise SessionFileError(f"this is not a complete session file: {error}") from error
         if _KEY not in metadata:

@@ -19,7 +19,7 @@ BEFORE_LOADING = [
     ("generate --model a/b", "Give a/b a prompt"),
     (
         "generate binary -p x",
-        "'binary' is not UTF-8: byte 0xff at offset 0, so it is no configuration try: a folder, a",
+        "'binary' cannot be read as TOML: it is not UTF-8: byte 0xff at offset 0, so it is no configuration",
     ),
     ("generate 'def add(a, b):'", "Did you mean --prompt 'def add(a, b):'?"),
     ("generate demo 'write a poem'", "extra argument 'write a poem'. Did you mean --prompt 'write a poem'?"),
@@ -35,7 +35,7 @@ BEFORE_LOADING = [
     ("generate --prompt-file /no/such/file", "cannot read '/no/such/file'"),
     ("generate --prompt-file binary", "is not UTF-8: byte 0xff at offset 0"),
     ("generate --prompt x -s depth.dept", "an override is key.path=value, got 'depth.dept'"),
-    ("generate no-such.toml", "cannot read the configuration 'no-such.toml'"),
+    ("generate no-such.toml", "'no-such.toml' cannot be read as TOML: No such file"),
     ("generat", "Did you mean 'generate'?"),
     ("accept --classes coding", "there is no prompt class 'coding'"),
     ("accept --prompts missing.txt", "the prompt file cannot be read: No such file"),
