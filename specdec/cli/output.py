@@ -278,9 +278,6 @@ def progress(first: str, *, silent: bool = False, then: str = "generating") -> I
 
     ``first`` describes the work before the first call, ``then`` what is counted.
     """
-    if silent or not sys.stderr.isatty():
-        yield lambda done, planned: None
-        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -289,7 +286,8 @@ def progress(first: str, *, silent: bool = False, then: str = "generating") -> I
         TextColumn("{task.fields[counted]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    hidden = silent or not sys.stderr.isatty()
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(first, total=None, counted="")
         yield lambda done, planned: bar.update(
             task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"

@@ -5,6 +5,7 @@ The depth is fixed: an adaptive policy drafts deep only where drafts are good, w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,8 @@ class AcceptanceMeasurement(Measurement):
         """Measure. Prompts of the classes alternate, so that an interrupted run has some of each."""
         costs = self._costs if self._costs is not None else measure_costs(self._lm)
         generate = self._watched if self._passive else self._generate
-        order = list(_turns(self._prompts))
+        turns = itertools.zip_longest(*self._prompts.values())
+        order = [prompt for turn in turns for prompt in turn if prompt is not None]
         self._plan(len(order) * (1 + len(self._wrong)))
         runs: list[Run] = []
         for prompt in order:
@@ -225,13 +227,6 @@ class AcceptanceMeasurement(Measurement):
 def measure_acceptance(lm: LanguageModel, prompts: PromptSet, **options: Any) -> AcceptanceReport:
     """``AcceptanceMeasurement(lm, prompts, **options).run()``."""
     return AcceptanceMeasurement(lm, prompts, **options).run()
-
-
-def _turns(prompts: PromptSet) -> Iterator[Prompt]:
-    """The first prompt of every class, then the second, ..."""
-    for number in range(max(map(len, prompts.values()), default=0)):
-        for members in prompts.values():
-            yield from members[number : number + 1]
 
 
 def summarise(

@@ -19,6 +19,7 @@ import attrs
 from specdec.errors import SpecdecError, UnsupportedError, shown
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.rounding import Rounding, Verdict
+from specdec.measuring.runs import Generations
 from specdec.measuring.server import TOP, Answer, Engine, Request, Step
 
 END = "(end)"  # in place of a token, where an answer has ended
@@ -317,7 +318,8 @@ def _finite(value: Any) -> Any:
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-class Comparison:
+@attrs.define
+class Comparison(Generations):
     """An audit that can be stopped between requests.
 
     After a difference that rounding may explain, both servers go on from the plain answer's token.
@@ -333,25 +335,13 @@ class Comparison:
         progress: called with the requests done and their total.
     """
 
-    def __init__(
-        self,
-        plain: Engine,
-        speculative: Engine,
-        prompts: Sequence[Prompt],
-        request: Request,
-        *,
-        tolerance: float | None = None,
-        batch: int = 1,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self._plain, self._speculative = plain, speculative
-        self._prompts, self._request, self._tolerance, self._batch = prompts, request, tolerance, batch
-        self._progress = progress or (lambda done, planned: None)
-        self._stopped = False
-
-    def stop(self) -> None:
-        """End after the current request."""
-        self._stopped = True
+    _plain: Engine
+    _speculative: Engine
+    _prompts: Sequence[Prompt]
+    _request: Request
+    _tolerance: float | None = None
+    _batch: int = 1
+    _progress: Callable[[int, int], object] = lambda done, planned: None
 
     def run(self) -> ComparisonReport:
         """Ask. Raises: SpecdecError if no request was answered; a later failure ends the audit, and is reported."""
@@ -361,7 +351,7 @@ class Comparison:
         tokens = done = 0
         failure: SpecdecError | None = None
         waiting = [Text(number, prompt.name, prompt.text) for number, prompt in enumerate(self._prompts)]
-        while waiting and not (self._stopped and done):
+        while waiting and not (self.stopping and done):
             texts, waiting = waiting[: self._batch], waiting[self._batch :]
             try:
                 answers = self._answers(texts)

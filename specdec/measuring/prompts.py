@@ -7,7 +7,8 @@ if it has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,19 +47,25 @@ class Prompt:
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids; the class ``verbose-thinking`` sets the template's ``enable_thinking``.
 
-        Raises: PromptError that names the prompt's file and line.
+        Raises: PromptError as ``named``.
         """
-        try:
+        with self.named():
             if not (self.chat and tokenizer.has_chat_template):
                 ids = tokenizer.encode(self.text)
             else:
                 variables = {"enable_thinking": True} if self.kind == "verbose-thinking" else {}
                 ids = tokenizer.encode_messages([{"role": "user", "content": self.text}], variables)
-        except PromptError as error:
-            raise PromptError(error.message, prompt=self.name, **error.facts) from error
-        if not ids:
-            raise PromptError("the tokenizer makes no token of a prompt", prompt=self.name)
+            if not ids:
+                raise PromptError("the tokenizer makes no token of a prompt")
         return ids
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Let a PromptError raised inside name the prompt's file and line."""
+        try:
+            yield
+        except PromptError as error:
+            raise PromptError(error.message, **{"prompt": self.name, **error.facts}) from error
 
     @property
     def name(self) -> str:
