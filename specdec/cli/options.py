@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import attrs
 import click
 from click.core import ParameterSource
 
 from specdec.cli import output
-from specdec.config import Override, RunConfig, load_config, read_toml
+from specdec.config import Override, RunConfig, layered, read_toml
 from specdec.errors import ConfigError, PromptError, cut, shown
 from specdec.files.reading import TEXT_LIMIT, decoded, why
 
@@ -179,15 +178,19 @@ def configured(
                         f"There is no model {shown(source)}. Did you mean --prompt {shlex.quote(cut(source, 100))}?"
                     )
                 options["model"] = source
-            if file is not None and file.suffix != ".toml":
+            data: dict[str, Any] = {}
+            if file is not None:
                 try:
-                    read_toml(file)
+                    data = read_toml(file)
                 except ConfigError as error:
                     kinds = 'a folder, a GGUF file, a hub id or "demo", or a configuration in TOML'
-                    raise ConfigError(f"{error.message}, so it is no configuration", try_=kinds) from None
+                    raise ConfigError(error.message, try_=None if file.suffix == ".toml" else kinds) from None
+            generation = data.setdefault("generation", {})
+            if new_tokens is not None and isinstance(generation, dict):
+                generation.setdefault("max_new_tokens", new_tokens)
             flags = {name: options.pop(name) for name in list(options) if name in KEYS}
             overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
-            return command(config=_config(file, overrides, new_tokens), **options)
+            return command(config=layered(data, str(file), overrides), **options)
 
         parts = [
             click.option(f"--{name}", f"{name}_part", metavar=metavar, type=TEXT, help=help)
@@ -223,17 +226,6 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
             elif isinstance(value, tuple):
                 value = list(value)
             yield Override(tuple(KEYS[name].split(".")), value, f"--{name.removesuffix('_part').replace('_', '-')}")
-
-
-def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
-    """The configuration, generating ``new_tokens`` unless the file or an override sets another number."""
-    config = load_config(file, overrides)
-    sets_length = any(override.path == ("generation", "max_new_tokens") for override in overrides) or (
-        file is not None and "max_new_tokens" in read_toml(file).get("generation", {})
-    )
-    if sets_length or new_tokens is None:
-        return config
-    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=new_tokens))
 
 
 def refuse(names: Iterable[str], why: str) -> None:

@@ -17,10 +17,7 @@ BEFORE_LOADING = [
     ("generate --prompt-tokens 1 --chat", "--chat and --system take text"),
     ("generate -p x --raw --system y", "--raw and --system: a system message needs the chat template"),
     ("generate --model a/b", "Give a/b a prompt"),
-    (
-        "generate binary -p x",
-        "'binary' cannot be read as TOML: it is not UTF-8: byte 0xff at offset 0, so it is no configuration",
-    ),
+    ("generate binary -p x", "'binary' cannot be read as TOML: it is not UTF-8: byte 0xff at offset 0 try: a folder"),
     ("generate 'def add(a, b):'", "Did you mean --prompt 'def add(a, b):'?"),
     ("generate demo 'write a poem'", "extra argument 'write a poem'. Did you mean --prompt 'write a poem'?"),
     ("generate gpt2", 'a hub id with its organization, as in "openai-community/gpt2"'),
