@@ -91,8 +91,8 @@ def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
         named = getattr(kind, "__name__", kind)
         takes = "int, float, bool, str, list, dict, attrs classes, or None beside one of them"
         raise TypeError(f"a field of type {named} cannot be read from a file: it takes {takes}")
-    if inspect.isclass(kind) and not isinstance(value, kind):
-        raise Mismatch(f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}", value)
+    if inspect.isclass(kind):
+        return _instance(value, kind, f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}")
     return value
 
 
@@ -108,9 +108,9 @@ def _item(place: str, value: Any, kind: Any, *, files: bool) -> Any:
 # --- single values ---------------------------------------------------------------------------------------------------
 
 
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise Mismatch("true or false", value)
+def _instance(value: Any, kind: Any, takes: str) -> Any:
+    if not isinstance(value, kind):
+        raise Mismatch(takes, value)
     return value
 
 
@@ -150,20 +150,14 @@ def _path(value: Any) -> Any:
     return value
 
 
-def _callable(value: Any) -> Any:
-    if not callable(value):
-        raise Mismatch("a function", value)
-    return value
-
-
 _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
-    bool: _bool,
+    bool: lambda value: _instance(value, bool, "true or false"),
     int: _int,
     float: _number,
     str: _string,
     pathlib.Path: lambda value: pathlib.Path(_path(value)),
     os.PathLike: _path,
-    collections.abc.Callable: _callable,
+    collections.abc.Callable: lambda value: _instance(value, Callable, "a function"),
 }
 
 
