@@ -46,8 +46,8 @@ def _by_case(digits: str, endings: str = "") -> str:
 class _Rules:
     """What the name of a pre-tokenizer stands for."""
 
-    words: str  # an expression: each match is a word, and what lies between two is one
-    gpt2: bool = False  # what the expression leaves is split as GPT-2 does
+    words: str = ""  # an expression: each match is a word, and what lies between two is one; empty: as GPT-2's
+    digits: bool = False  # every digit is one first
     whole_words: bool = False  # a word in the vocabulary is one token, whatever the merges say
     composed: bool = False  # the original composes accents first (NFC), which a file does not say
     begins: bool = False  # texts begin with the bos token where the file does not say
@@ -59,10 +59,10 @@ _RULES: Mapping[str, _Rules] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Rules(_by_words("{1,3}"), whole_words=True, begins=True)),
     "glm4": _Rules(_by_words("{1,3}"), whole_words=True),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _Rules(_by_words("{1,3}"))),
-    "smollm": _Rules(r"\p{N}", gpt2=True),
+    "smollm": _Rules(digits=True),
     "gpt-4o": _Rules(_by_case("{1,3}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")),
     "tekken": _Rules(_by_case(""), whole_words=True, begins=True),
-    **dict.fromkeys(("gpt-2", "default"), _Rules("", gpt2=True)),
+    **dict.fromkeys(("gpt-2", "default"), _Rules()),
 }
 
 
@@ -119,10 +119,11 @@ def _byte_level(
     core = _bpe(file, tokens, kinds, pairs, ignore_merges=rules.whole_words)
     if rules.composed:
         core.normalizer = normalizers.NFC()
-    split = [pre_tokenizers.Split(Regex(rules.words), "isolated")] if rules.words else []
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules.gpt2)]
-    )
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    steps += [pre_tokenizers.Digits(individual_digits=True)] if rules.digits else []
+    steps += [pre_tokenizers.Split(Regex(rules.words), "isolated")] if rules.words else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.words))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
     core.decoder = decoders.ByteLevel()
     return core, rules.begins
 
