@@ -290,7 +290,7 @@ def _sums(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _explained(runs: Sequence[Run]) -> float:
-    return sum(run.explained * run.seconds for run in runs) / sum(run.seconds for run in runs)
+    return sum(cycle_seconds(cycle) for run in runs for cycle in run.cycles) / _sums(runs)[1]
 
 
 def _mean(cycles: Sequence[CycleRecord]) -> float:

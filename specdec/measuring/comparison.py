@@ -73,7 +73,7 @@ class Text:
     position: int = 0
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define
 class Pairing:
     """What comparing the answers of two servers found.
 
@@ -91,14 +91,13 @@ class Pairing:
         """How many requests differ."""
         return len({difference.request for difference in self.differences})
 
-    def after(self, text: Text, plain: Answer, other: Answer, *, greedy: bool) -> Pairing:
-        """With one more pair of answers."""
+    def add(self, text: Text, plain: Answer, other: Answer, *, greedy: bool) -> Difference | None:
+        """Compare one more pair of answers; returns their difference."""
         difference, common = compare(text, plain, other, greedy=greedy)
-        rows = zip(plain.steps[:common], other.steps[:common], strict=True)
-        apart = [value for row in rows if not math.isnan(value := _apart(*row))]
-        return Pairing(
-            differences=(*self.differences, *([difference] if difference else [])), apart=max(self.apart, *apart, 0.0)
-        )
+        self.differences += () if difference is None else (difference,)
+        for row in zip(plain.steps[:common], other.steps[:common], strict=True):
+            self.apart = max(self.apart, _apart(*row))  # NaN is never larger
+        return difference
 
 
 def compare(text: Text, plain: Answer, other: Answer, *, greedy: bool) -> tuple[Difference | None, int]:
@@ -357,14 +356,13 @@ class Comparison(Generations):
                 answers = self._answers(texts)
                 forced: list[Text] = []
                 for text, plain, other, again in zip(texts, *answers, strict=True):
-                    before = len(speculation.differences)
-                    speculation = speculation.after(text, plain, other, greedy=greedy)
-                    control = control.after(text, plain, again, greedy=greedy)
+                    difference = speculation.add(text, plain, other, greedy=greedy)
+                    control.add(text, plain, again, greedy=greedy)
                     done += not text.position
                     steps = plain.steps
-                    if following := self._forced(text, plain, speculation.differences[before:]):
-                        steps = steps[: following[0].position - text.position]  # the rest is answered again
-                    forced += following
+                    if following := self._forced(text, plain, difference):
+                        steps = steps[: following.position - text.position]  # the rest is answered again
+                        forced.append(following)
                     tokens += len(steps)
                     gaps += [best - second for best, second in map(_two_best, steps) if second > -math.inf]
             except SpecdecError as error:
@@ -418,15 +416,15 @@ class Comparison(Generations):
             ]
             return [future.result() for future in pending][::2]
 
-    def _forced(self, text: Text, plain: Answer, differences: Sequence[Difference]) -> list[Text]:
+    def _forced(self, text: Text, plain: Answer, difference: Difference | None) -> Text | None:
         """The text up to and with plain decoding's token, if rounding may explain a difference there."""
-        for difference in differences:
-            position = difference.position + 1
-            explained = Rounding.of(self._tolerance).verdict(difference.known_gap) is not Verdict.REAL
-            if explained and not difference.why and position < self._request.max_new_tokens:
-                length = position - text.position
-                again = self._plain.answer(text.text, attrs.evolve(self._request, max_new_tokens=length))
-                same = [step.token for step in again.steps] == [step.token for step in plain.steps[:length]]
-                if same and not again.ended and not again.text.endswith(PARTIAL):
-                    return [Text(text.request, text.prompt, text.text + again.text, position)]
-        return []
+        if difference is None or difference.why or difference.position + 1 >= self._request.max_new_tokens:
+            return None
+        if Rounding.of(self._tolerance).verdict(difference.known_gap) is Verdict.REAL:
+            return None
+        length = difference.position + 1 - text.position
+        again = self._plain.answer(text.text, attrs.evolve(self._request, max_new_tokens=length))
+        same = [step.token for step in again.steps] == [step.token for step in plain.steps[:length]]
+        if not same or again.ended or again.text.endswith(PARTIAL):
+            return None
+        return Text(text.request, text.prompt, text.text + again.text, difference.position + 1)

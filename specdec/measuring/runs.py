@@ -48,11 +48,6 @@ class Run:
         """Generated tokens per second of decoding."""
         return len(self.tokens) / self.seconds
 
-    @property
-    def explained(self) -> float:
-        """The share of the time covered by the cycles' phases."""
-        return sum(map(cycle_seconds, self.cycles)) / self.seconds
-
     def counts(self, depth: int) -> NDArray[np.int64]:
         """``[4, depth]``: by lookahead position, cycles asked for a token there, offered, reached, accepted."""
         stats = Stats(offered=[0] * depth, reached=[0] * depth, accepted=[0] * depth)
