@@ -22,7 +22,7 @@ from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.passive import passive as passive_lm
 from specdec.measuring.prompts import Prompt, PromptSet
 from specdec.measuring.runs import Measurement, Report, Run, at_depth, cycle_seconds
-from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, best, break_even
+from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, break_even
 from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
 
@@ -101,7 +101,6 @@ class AcceptanceReport(Report):
         """The object that ``accept --json`` prints."""
         return {
             **attrs.asdict(self, value_serializer=lambda _, __, value: getattr(value, "value", value)),
-            "kinds": [{**attrs.asdict(one), "rate": one.rate} for one in self.kinds],
             "thresholds": {"turn_on": TURN_ON, "not_worth_it": NOT_WORTH_IT},
             "broken_promise": self.broken_promise,
         }
@@ -278,7 +277,7 @@ def summarise(
         for k in range(1, depth + 1)
         if np.isfinite(speedups[k - 1])
     )
-    best_depth = best(predictions) if predictions else None
+    best_depth = max(predictions, key=lambda one: one.speedup, default=None)  # the shallowest on a tie
     verdict, decided_by = advise(best_depth) if best_depth else (None, "nothing was measured")
     full = [cycle for run in runs for cycle in run.cycles if cycle.depth == depth and not passive]
     clocked = float(np.median([cycle_seconds(cycle) for cycle in full])) if full else None
