@@ -106,7 +106,7 @@ def _merged(data: Mapping[str, Any], top: Mapping[str, Any], source: str) -> Run
     defaults = RunConfig().to_dict()
     merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
     given = {key for layer in (data, top) if isinstance(layer.get("depth"), Mapping) for key in layer["depth"]}
-    if "depth" in given and "name" not in given:
+    if "depth" in given and "name" not in given and isinstance(merged["depth"], dict):
         merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
     return structure_options(merged, RunConfig, source=source)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specdec.decoding.result import Result
@@ -20,38 +18,37 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        common: Any = {"namespace": "specdec", "registry": self._registry}
 
-        self.responses = Counter("responses", "HTTP responses", ("route", "status"), **common)
-        self.refused = Counter("queue_full", "Requests refused because the queue was full", **common)
-        self.waiting = Gauge("requests_waiting", "Requests in the queue, the running ones excluded", **common)
-        self._prompt = Counter(
-            "prompt_tokens", "Prompt tokens, computed or kept from an earlier request", ("source",), **common
-        )
-        self._tokens = Counter("generated_tokens", "Tokens generated", **common)
-        self._cycles = Counter("cycles", "Cycles: one draft, one verification pass, one commit", **common)
-        position = "Draft tokens by lookahead position: "
-        self._offered = Counter("draft_offered", f"{position}drafted", ("position",), **common)
-        self._reached = Counter(
-            "draft_reached", f"{position}all earlier ones of the draft accepted", ("position",), **common
-        )
-        self._accepted = Counter("draft_accepted", f"{position}accepted", ("position",), **common)
-        self._per_cycle = Histogram("tokens_per_cycle", "Tokens per cycle, of a request", buckets=_TOKENS, **common)
-        self._queued = Histogram("queue_seconds", "Time in the queue", buckets=_SECONDS, **common)
-        self._first = Histogram(
-            "first_token_seconds", "Time from the request to its first text", buckets=_SECONDS, **common
-        )
-        self._took = Histogram(
-            "request_seconds", "Time from the request to the end of its answer", buckets=_SECONDS, **common
-        )
-        self._per_token = Histogram(
-            "token_seconds", "Time per token after the prompt", buckets=_TOKEN_SECONDS, **common
-        )
-        self._sessions = Gauge("sessions_kept", "Sessions of earlier requests that are kept", **common)
-        self._bytes = Gauge("sessions_bytes", "Bytes of the kept sessions' states", **common)
-        self._batch = Histogram("batch_requests", "Requests in a pass", buckets=_REQUESTS, **common)
-        self._rows = Histogram("pass_rows", "Rows of a pass, over all requests", buckets=_ROWS, **common)
-        self._reasons = Counter("finished", "Finished generations", ("reason",), **common)
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(name, what, labels, namespace="specdec", registry=self._registry)
+
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(name, what, namespace="specdec", registry=self._registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, what, buckets=buckets, namespace="specdec", registry=self._registry)
+
+        self.responses = counter("responses", "HTTP responses", "route", "status")
+        self.refused = counter("queue_full", "Requests refused because the queue was full")
+        self.waiting = gauge("requests_waiting", "Requests in the queue, the running ones excluded")
+        self._prompt = counter("prompt_tokens", "Prompt tokens, computed or kept from an earlier request", "source")
+        self._tokens = counter("generated_tokens", "Tokens generated")
+        self._cycles = counter("cycles", "Cycles: one draft, one verification pass, one commit")
+        drafts = {"offered": "drafted", "reached": "all earlier ones of the draft accepted", "accepted": "accepted"}
+        self._drafts = {
+            name: counter(f"draft_{name}", f"Draft tokens by lookahead position: {what}", "position")
+            for name, what in drafts.items()
+        }
+        self._per_cycle = histogram("tokens_per_cycle", "Tokens per cycle, of a request", _TOKENS)
+        self._queued = histogram("queue_seconds", "Time in the queue")
+        self._first = histogram("first_token_seconds", "Time from the request to its first text")
+        self._took = histogram("request_seconds", "Time from the request to the end of its answer")
+        self._per_token = histogram("token_seconds", "Time per token after the prompt", _TOKEN_SECONDS)
+        self._sessions = gauge("sessions_kept", "Sessions of earlier requests that are kept")
+        self._bytes = gauge("sessions_bytes", "Bytes of the kept sessions' states")
+        self._batch = histogram("batch_requests", "Requests in a pass", _REQUESTS)
+        self._rows = histogram("pass_rows", "Rows of a pass, over all requests", _ROWS)
+        self._reasons = counter("finished", "Finished generations", "reason")
 
     def generated(self, result: Result, *, queued: float, first: float, took: float) -> None:
         """Count a generation; times in seconds."""
@@ -60,12 +57,8 @@ class Metrics:
         self._prompt.labels("kept").inc(max(result.prompt_tokens - 1 - stats.prefilled, 0))
         self._tokens.inc(len(result.tokens))
         self._cycles.inc(stats.cycles)
-        for counter, counts in (
-            (self._offered, stats.offered),
-            (self._reached, stats.reached),
-            (self._accepted, stats.accepted),
-        ):
-            for position, count in enumerate(counts):
+        for name, counter in self._drafts.items():
+            for position, count in enumerate(getattr(stats, name)):
                 counter.labels(str(position)).inc(count)
         self._queued.observe(queued)
         self._first.observe(first)
