@@ -165,8 +165,14 @@ def _choice(value: Any, choices: Sequence[Any]) -> Any:
     for choice in choices:
         if type(choice) is type(value) and choice == value:  # True == 1, but 1 is not one of the choices
             return choice
-    hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
-    raise Mismatch(", ".join(map(repr, choices)), value, repr(hint) if hint else None)
+    raise Mismatch(", ".join(map(repr, choices)), value, _nearest(value, choices))
+
+
+def _nearest(value: Any, choices: Sequence[Any]) -> str | None:
+    match = (
+        nearest(value, [choice for choice in choices if isinstance(choice, str)]) if isinstance(value, str) else None
+    )
+    return repr(match) if match else None
 
 
 @attrs.frozen
@@ -400,35 +406,31 @@ class FieldError(ConfigError):
         super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {shown(got)}", **facts)
 
 
-def between(low: float, high: float) -> Validator:
-    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool."""
-    whole = type(low) is int and type(high) is int
+def rule(takes: str, holds: Callable[[Any], object], hint: Callable[[Any], str | None] | None = None) -> Validator:
+    """An attrs validator for values of which ``holds`` is true; the error says what the field ``takes``."""
 
     def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
-        number = type(value) is int or (not whole and type(value) is float)
-        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
-            raise FieldError(owner, field.name, f"{shown(low)} to {shown(high)}", value)
+        if not holds(value):
+            raise FieldError(owner, field.name, takes, value, try_=hint and hint(value))
 
     return check
+
+
+def between(low: float, high: float) -> Validator:
+    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool."""
+    kinds = (int,) if type(low) is int and type(high) is int else (int, float)  # NaN fails the comparison
+    return rule(f"{shown(low)} to {shown(high)}", lambda value: type(value) in kinds and low <= value <= high)
 
 
 def one_of(*choices: str) -> Validator:
     """An attrs validator for a fixed set of words; the error suggests the nearest one."""
-    *others, last = (repr(choice) for choice in choices)
+    *others, last = map(repr, choices)
     takes = f"{', '.join(others)} or {last}" if others else last
-
-    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
-        if type(value) is not str or value not in choices:
-            hint = nearest(value, choices) if isinstance(value, str) else None
-            raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
-
-    return check
+    return rule(takes, lambda value: type(value) is str and value in choices, lambda value: _nearest(value, choices))
 
 
-def filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
-    """An attrs validator: text of one character or more."""
-    if not value:
-        raise FieldError(owner, field.name, "text of one character or more", value)
+filled = rule("text of one character or more", bool)
+"""An attrs validator."""
 
 
 def each(validator: Validator) -> Validator:

@@ -20,7 +20,8 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from specdec.config import FieldError, between, structure_options
+from specdec.checking import between, each, rule
+from specdec.config import structure_options
 from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Needs, Snapshot, State, Stats
 from specdec.errors import ConfigError, SessionFileError, SpecdecError, shown
 from specdec.files.keeping import replacing
@@ -50,10 +51,7 @@ class SavedSession:
 # --- the description -------------------------------------------------------------------------------------------------
 
 
-def _whole_numbers(owner: object, field: attrs.Attribute[Any], value: Any) -> None:
-    for number in value.values() if isinstance(value, Mapping) else value:
-        if isinstance(number, int) and not -_MOST <= number <= _MOST:
-            raise FieldError(owner, field.name, f"integers up to {_MOST}", number)
+_whole_numbers = each(rule(f"integers up to {_MOST}", lambda number: type(number) is str or abs(number) <= _MOST))
 
 
 def _counters(owner: object, field: attrs.Attribute[Any], stats: Stats) -> None:

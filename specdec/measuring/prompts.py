@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 
-from specdec.checking import FieldError, Mismatch, between, checked, checked_fields, convert, dotted
+from specdec.checking import Mismatch, between, checked, checked_fields, convert, dotted, rule
 from specdec.errors import PromptError, did_you_mean
 from specdec.files.reading import parse_json, read_text, why
 
@@ -25,22 +25,18 @@ FOLDER = Path(__file__).with_name("prompts")
 CLASSES = ("factual", "verbose-thinking", "code", "instruction", "copy")
 CHAT_CLASSES = ("verbose-thinking", "instruction")
 PLAIN_CLASS = "prompts"  # class of a plain-text file
+SAID = rule("text that is not empty", str.strip)
 EXAMPLE = '{"class": "mail", "prompt": "Dear all,"}'
 
 PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in measuring order
-
-
-def _said(owner: object, field: attrs.Attribute[Any], value: str) -> None:
-    if not value.strip():
-        raise FieldError(owner, field.name, "text that is not empty", value)
 
 
 @attrs.frozen(kw_only=True, field_transformer=checked_fields)
 class Prompt:
     """A text to continue, or a message to answer."""
 
-    kind: Annotated[str, _said] = attrs.field(default=PLAIN_CLASS, metadata={"key": "class"})  # its class
-    text: Annotated[str, _said] = attrs.field(metadata={"key": "prompt"})
+    kind: Annotated[str, SAID] = attrs.field(default=PLAIN_CLASS, metadata={"key": "class"})  # its class
+    text: Annotated[str, SAID] = attrs.field(metadata={"key": "prompt"})
     chat: bool = False  # a user message, for the chat template if there is one
     source: str = attrs.field(default="", eq=False, metadata={"key": False})  # "prompts.jsonl, line 3"
 
