@@ -55,9 +55,8 @@ class Mismatch(Exception):
     text: str = attrs.field(default="", kw_only=True)
     path: tuple[str, ...] = attrs.field(default=(), kw_only=True)
 
-    def sentence(self) -> str:
-        """What follows the place in a sentence."""
-        return self.text or f"takes {self.takes}, got {typed(self.got)}"
+    def __str__(self) -> str:
+        return f"{dotted(self.path)} {self.text or f'takes {self.takes}, got {typed(self.got)}'}".lstrip()
 
 
 def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
@@ -346,10 +345,9 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
             for name in named:
                 if name in bound.arguments and name in kinds:
                     try:
-                        bound.arguments[name] = convert(bound.arguments[name], kinds[name])
+                        bound.arguments[name] = _item(name, bound.arguments[name], kinds[name], files=False)
                     except Mismatch as error:
-                        text = f"argument {dotted((name, *error.path))} {_in_words(error.sentence())}"
-                        raise error_class(text, try_=error.hint) from None
+                        raise error_class(f"argument {_in_words(str(error))}", try_=error.hint) from None
                     except Exception as error:  # of the caller's object: a sequence that raises
                         raise error_class(f"argument {name} cannot be used: {described(error)}") from error
             return function(*bound.args, **bound.kwargs)
@@ -377,13 +375,12 @@ def _strict(field: attrs.Attribute[Any]) -> Any:
 
     def converted(value: Any, owner: Any, field: attrs.Attribute[Any]) -> Any:
         try:
-            return convert(own(value), hints_of(owner.__class__)[field.name])
+            return _item(field.name, own(value), hints_of(owner.__class__)[field.name], files=False)
         except Mismatch as error:
-            name = dotted((field.name, *error.path))
             if error.takes:
+                name = dotted(error.path)
                 raise FieldError(owner, name, _in_words(error.takes), error.got, try_=error.hint) from None
-            text = f"{type(owner).__name__}.{name} {_in_words(error.sentence())}"
-            raise ConfigError(text, try_=error.hint) from error
+            raise ConfigError(f"{type(owner).__name__}.{_in_words(str(error))}", try_=error.hint) from error
         except Exception as error:  # of a field's own converter
             raise ConfigError(f"{type(owner).__name__}.{field.name} cannot be used: {described(error)}") from error
 

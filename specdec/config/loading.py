@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from specdec.checking import Mismatch, checked, checked_fields, convert, dotted
+from specdec.checking import Mismatch, checked, checked_fields, convert
 from specdec.config.values import PLUGIN_TABLES, RunConfig
 from specdec.errors import ConfigError, shown
 from specdec.files.reading import parse_toml, read_text, why
@@ -175,7 +175,7 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
     try:
         made: T = convert(options, config_class, files=True)
     except Mismatch as error:
-        key = (*(path.split(".") if path else ()), *error.path)
-        place = f"key {dotted(key)}" if key else "the configuration"
-        raise ConfigError(f"{place} {error.sentence()}", asked_for_by=source or None, try_=error.hint) from error
+        error.path = (*filter(None, path.split(".")), *error.path)
+        place = "key" if error.path else "the configuration"
+        raise ConfigError(f"{place} {error}", asked_for_by=source or None, try_=error.hint) from error
     return made

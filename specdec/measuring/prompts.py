@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import attrs
 
-from specdec.checking import Mismatch, between, checked, checked_fields, convert, dotted, rule
+from specdec.checking import Mismatch, between, checked, checked_fields, convert, rule
 from specdec.errors import PromptError, did_you_mean
 from specdec.files.reading import parse_json, read_text, why
 
@@ -102,10 +102,9 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
                 data = parse_json(line)
                 prompt = convert(data, Prompt, files=True)
             except (ValueError, Mismatch) as error:
-                wrong = f"is not JSON: {error}"
-                if isinstance(error, Mismatch):
-                    wrong = f"cannot be used: {f'{dotted(error.path)} {error.sentence()}'.strip()}"
-                raise PromptError(f"a line of the prompt file {wrong}", file=file, line=number, try_=EXAMPLE) from error
+                wrong = "cannot be used" if isinstance(error, Mismatch) else "is not JSON"
+                message = f"a line of the prompt file {wrong}: {error}"
+                raise PromptError(message, file=file, line=number, try_=EXAMPLE) from error
             kind = prompt.kind.strip()
             is_message = data.get("chat", chat or kind in CHAT_CLASSES)
             prompt = attrs.evolve(prompt, kind=kind, chat=is_message, source=source)

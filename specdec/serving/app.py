@@ -114,8 +114,8 @@ def application(service: Service) -> ASGIApp:
         text = await run_in_threadpool(lm.tokenizer.decode, body.tokens, skip_special=False)
         return _json({"prompt": text})
 
-    data = {**described(lm, service.names[0]), "plain_ms": service.plain_ms, "needs_key": bool(service.api_key)}
-    html = page({**data, "prompt": service.prompt})
+    facts = {"plain_ms": service.plain_ms, "needs_key": bool(service.api_key), "prompt": service.prompt}
+    html = page({**described(lm, service.names[0]), **facts})
     headers = {"content-security-policy": policy(), "cache-control": "no-store", "x-content-type-options": "nosniff"}
 
     async def index(_: HttpRequest) -> Response:
@@ -235,12 +235,12 @@ def _hostname(host: str) -> str:
         return ""
 
 
+@attrs.frozen
 class Generating:
     """An endpoint that generates."""
 
-    def __init__(self, service: Service, kind: type[Request]) -> None:
-        self._service = service
-        self._kind = kind
+    _service: Service
+    _kind: type[Request]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
