@@ -55,9 +55,8 @@ class Mismatch(Exception):
     text: str = attrs.field(default="", kw_only=True)
     path: tuple[str, ...] = attrs.field(default=(), kw_only=True)
 
-    def sentence(self) -> str:
-        """What follows the place in a sentence."""
-        return self.text or f"takes {self.takes}, got {typed(self.got)}"
+    def __str__(self) -> str:
+        return f"{dotted(self.path)} {self.text or f'takes {self.takes}, got {typed(self.got)}'}".lstrip()
 
 
 def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
@@ -91,8 +90,8 @@ def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
         named = getattr(kind, "__name__", kind)
         takes = "int, float, bool, str, list, dict, attrs classes, or None beside one of them"
         raise TypeError(f"a field of type {named} cannot be read from a file: it takes {takes}")
-    if inspect.isclass(kind) and not isinstance(value, kind):
-        raise Mismatch(f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}", value)
+    if inspect.isclass(kind):
+        return _instance(value, kind, f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}")
     return value
 
 
@@ -108,9 +107,9 @@ def _item(place: str, value: Any, kind: Any, *, files: bool) -> Any:
 # --- single values ---------------------------------------------------------------------------------------------------
 
 
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise Mismatch("true or false", value)
+def _instance(value: Any, kind: Any, takes: str) -> Any:
+    if not isinstance(value, kind):
+        raise Mismatch(takes, value)
     return value
 
 
@@ -150,20 +149,14 @@ def _path(value: Any) -> Any:
     return value
 
 
-def _callable(value: Any) -> Any:
-    if not callable(value):
-        raise Mismatch("a function", value)
-    return value
-
-
 _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
-    bool: _bool,
+    bool: lambda value: _instance(value, bool, "true or false"),
     int: _int,
     float: _number,
     str: _string,
     pathlib.Path: lambda value: pathlib.Path(_path(value)),
     os.PathLike: _path,
-    collections.abc.Callable: _callable,
+    collections.abc.Callable: lambda value: _instance(value, Callable, "a function"),
 }
 
 
@@ -171,8 +164,14 @@ def _choice(value: Any, choices: Sequence[Any]) -> Any:
     for choice in choices:
         if type(choice) is type(value) and choice == value:  # True == 1, but 1 is not one of the choices
             return choice
-    hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
-    raise Mismatch(", ".join(map(repr, choices)), value, repr(hint) if hint else None)
+    raise Mismatch(", ".join(map(repr, choices)), value, _nearest(value, choices))
+
+
+def _nearest(value: Any, choices: Sequence[Any]) -> str | None:
+    match = (
+        nearest(value, [choice for choice in choices if isinstance(choice, str)]) if isinstance(value, str) else None
+    )
+    return repr(match) if match else None
 
 
 @attrs.frozen
@@ -270,7 +269,12 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 def known_fields(kind: Any) -> list[str]:
     """The keys of a table with the fields of an attrs class; none of another kind."""
-    return [field.name for field in fields_of(kind) if field.init and field.metadata.get("key", True)]
+    return [key for field in fields_of(kind) if field.init and (key := _key(field))]
+
+
+def _key(field: attrs.Attribute[Any]) -> str:
+    """A field's key in a table: its name, unless its metadata has another; empty for none."""
+    return field.metadata.get("key", field.name) or ""
 
 
 def fields_of(kind: Any) -> Sequence[attrs.Attribute[Any]]:
@@ -292,10 +296,11 @@ def _record(table: Any, kind: Any) -> Any:
         raise Mismatch(text=f"is unknown.{match} {takes}", path=(unknown,))
     values: dict[Any, Any] = {}
     for field in fields_of(kind):
-        if field.name in keys and field.name in table:
-            values[field.alias] = _item(field.name, table[field.name], hints.get(field.name, Any), files=True)
-        elif field.name in keys and field.default is attrs.NOTHING:
-            raise Mismatch(text="is required and missing", path=(field.name,))
+        key = _key(field)
+        if key in keys and key in table:
+            values[field.alias] = _item(key, table[key], hints.get(field.name, Any), files=True)
+        elif key in keys and field.default is attrs.NOTHING:
+            raise Mismatch(text="is required and missing", path=(key,))
     return _built(lambda: kind(**values))
 
 
@@ -340,10 +345,9 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
             for name in named:
                 if name in bound.arguments and name in kinds:
                     try:
-                        bound.arguments[name] = convert(bound.arguments[name], kinds[name])
+                        bound.arguments[name] = _item(name, bound.arguments[name], kinds[name], files=False)
                     except Mismatch as error:
-                        text = f"argument {dotted((name, *error.path))} {_in_words(error.sentence())}"
-                        raise error_class(text, try_=error.hint) from None
+                        raise error_class(f"argument {_in_words(str(error))}", try_=error.hint) from None
                     except Exception as error:  # of the caller's object: a sequence that raises
                         raise error_class(f"argument {name} cannot be used: {described(error)}") from error
             return function(*bound.args, **bound.kwargs)
@@ -371,13 +375,12 @@ def _strict(field: attrs.Attribute[Any]) -> Any:
 
     def converted(value: Any, owner: Any, field: attrs.Attribute[Any]) -> Any:
         try:
-            return convert(own(value), hints_of(owner.__class__)[field.name])
+            return _item(field.name, own(value), hints_of(owner.__class__)[field.name], files=False)
         except Mismatch as error:
-            name = dotted((field.name, *error.path))
             if error.takes:
+                name = dotted(error.path)
                 raise FieldError(owner, name, _in_words(error.takes), error.got, try_=error.hint) from None
-            text = f"{type(owner).__name__}.{name} {_in_words(error.sentence())}"
-            raise ConfigError(text, try_=error.hint) from error
+            raise ConfigError(f"{type(owner).__name__}.{_in_words(str(error))}", try_=error.hint) from error
         except Exception as error:  # of a field's own converter
             raise ConfigError(f"{type(owner).__name__}.{field.name} cannot be used: {described(error)}") from error
 
@@ -400,35 +403,31 @@ class FieldError(ConfigError):
         super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {shown(got)}", **facts)
 
 
-def between(low: float, high: float) -> Validator:
-    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool."""
-    whole = type(low) is int and type(high) is int
+def rule(takes: str, holds: Callable[[Any], object], hint: Callable[[Any], str | None] | None = None) -> Validator:
+    """An attrs validator for values of which ``holds`` is true; the error says what the field ``takes``."""
 
     def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
-        number = type(value) is int or (not whole and type(value) is float)
-        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
-            raise FieldError(owner, field.name, f"{shown(low)} to {shown(high)}", value)
+        if not holds(value):
+            raise FieldError(owner, field.name, takes, value, try_=hint and hint(value))
 
     return check
+
+
+def between(low: float, high: float) -> Validator:
+    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool."""
+    kinds = (int,) if type(low) is int and type(high) is int else (int, float)  # NaN fails the comparison
+    return rule(f"{shown(low)} to {shown(high)}", lambda value: type(value) in kinds and low <= value <= high)
 
 
 def one_of(*choices: str) -> Validator:
     """An attrs validator for a fixed set of words; the error suggests the nearest one."""
-    *others, last = (repr(choice) for choice in choices)
+    *others, last = map(repr, choices)
     takes = f"{', '.join(others)} or {last}" if others else last
-
-    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
-        if type(value) is not str or value not in choices:
-            hint = nearest(value, choices) if isinstance(value, str) else None
-            raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
-
-    return check
+    return rule(takes, lambda value: type(value) is str and value in choices, lambda value: _nearest(value, choices))
 
 
-def filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
-    """An attrs validator: text of one character or more."""
-    if not value:
-        raise FieldError(owner, field.name, "text of one character or more", value)
+filled = rule("text of one character or more", bool)
+"""An attrs validator."""
 
 
 def each(validator: Validator) -> Validator:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from specdec.checkpoints.locate import check_folder, entries, listed, what_else
 from specdec.errors import CheckpointError, shown
-from specdec.files.reading import DuplicateKeyError, open_file, parse_json, read_text
+from specdec.files.reading import DuplicateKeyError, open_file, parse_json, read_text, why
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -279,7 +279,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _unreadable(file: Path, error: OSError | ValueError) -> CheckpointError:
-    return CheckpointError(f"{file.name} cannot be read: {getattr(error, 'strerror', None) or error}", file=file)
+    return CheckpointError(f"{file.name} cannot be read: {why(error)}", file=file)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

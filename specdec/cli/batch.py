@@ -24,7 +24,7 @@ from specdec.cli.options import (
     load_model,
 )
 from specdec.config import RunConfig
-from specdec.errors import PromptError, SpecdecError, UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 
 
 @click.command()
@@ -63,10 +63,8 @@ def batch(
     prompts = [prompt for group in load_prompts(prompts_file, chat=messages).values() for prompt in group]
     encoded = [prompt.encode(lm.tokenizer) for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):  # before the file is opened
-        try:
+        with prompt.named():
             lm.check_fits(len(tokens))
-        except PromptError as error:
-            raise PromptError(error.message, prompt=prompt.name, **error.facts) from error
     done = unfinished = 0
     failures: list[SpecdecError] = []
     running = Batch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -70,9 +71,8 @@ def doctor(
 def _clear_weights() -> None:
     folder = weights_folder()
     try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
     except OSError as error:
         raise UnsupportedError(
             f"the kept weights cannot be deleted: {error.strerror or error}", folder=folder

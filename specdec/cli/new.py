@@ -21,14 +21,6 @@ from specdec.errors import ConfigError, did_you_mean
 
 _TEMPLATES = Path(__file__).parent / "template"
 _SHIPPED = _TEMPLATES / "shipped"  # in a package: what pyproject.toml's ``force-include`` puts there
-_FILES = (
-    ".github/dependabot.yml",
-    ".github/workflows/ci.yml",
-    ".gitignore",
-    "README.md",
-    "pyproject.toml",
-    "tests/test_plugin.py",
-)
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LONGEST = 40  # characters of a name
 _RESERVED = ("auto", "none", "framework")  # words of the configuration, and specdec's own distribution
@@ -120,7 +112,10 @@ def repository(kind: str, name: str) -> dict[str, str]:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True
     )
-    files = {path: environment.get_template(f"{path.lstrip('.')}.jinja").render(values) for path in _FILES}
+    files = {}
+    for template_name in environment.list_templates(["jinja"]):
+        path = template_name.removesuffix(".jinja")
+        files[f".{path}" if path.startswith("git") else path] = environment.get_template(template_name).render(values)
     return {**files, "LICENSE": _source("LICENSE"), f"{module}/__init__.py": source}
 
 

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import attrs
 import click
 from click.core import ParameterSource
 
 from specdec.cli import output
-from specdec.config import Override, RunConfig, load_config, read_toml
+from specdec.config import Override, RunConfig, layered, read_toml
 from specdec.errors import ConfigError, PromptError, cut, shown
-from specdec.files.reading import TEXT_LIMIT
+from specdec.files.reading import TEXT_LIMIT, decoded, why
 
 if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
@@ -179,15 +178,19 @@ def configured(
                         f"There is no model {shown(source)}. Did you mean --prompt {shlex.quote(cut(source, 100))}?"
                     )
                 options["model"] = source
-            if file is not None and file.suffix != ".toml":
+            data: dict[str, Any] = {}
+            if file is not None:
                 try:
-                    read_toml(file)
+                    data = read_toml(file)
                 except ConfigError as error:
                     kinds = 'a folder, a GGUF file, a hub id or "demo", or a configuration in TOML'
-                    raise ConfigError(f"{error.message}, so it is no configuration", try_=kinds) from None
+                    raise ConfigError(error.message, try_=None if file.suffix == ".toml" else kinds) from None
+            generation = data.setdefault("generation", {})
+            if new_tokens is not None and isinstance(generation, dict):
+                generation.setdefault("max_new_tokens", new_tokens)
             flags = {name: options.pop(name) for name in list(options) if name in KEYS}
             overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
-            return command(config=_config(file, overrides, new_tokens), **options)
+            return command(config=layered(data, str(file), overrides), **options)
 
         parts = [
             click.option(f"--{name}", f"{name}_part", metavar=metavar, type=TEXT, help=help)
@@ -223,17 +226,6 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
             elif isinstance(value, tuple):
                 value = list(value)
             yield Override(tuple(KEYS[name].split(".")), value, f"--{name.removesuffix('_part').replace('_', '-')}")
-
-
-def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
-    """The configuration, generating ``new_tokens`` unless the file or an override sets another number."""
-    config = load_config(file, overrides)
-    sets_length = any(override.path == ("generation", "max_new_tokens") for override in overrides) or (
-        file is not None and "max_new_tokens" in read_toml(file).get("generation", {})
-    )
-    if sets_length or new_tokens is None:
-        return config
-    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=new_tokens))
 
 
 def refuse(names: Iterable[str], why: str) -> None:
@@ -273,17 +265,11 @@ def read_text(file: str) -> str:
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
             data = stream.read(limit + 1)
-    except OSError as error:
-        raise PromptError(f"cannot read {name}: {error.strerror or error}") from error
-    if len(data) > limit:
-        raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        at = error.start + len(data) - len(error.object)  # which lacks a byte order mark
-        raise PromptError(
-            f"{name} is not UTF-8: byte {data[at]:#04x} at offset {at}", try_="save the text as UTF-8"
-        ) from error
+        if len(data) > limit:
+            raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
+        return decoded(data)
+    except (OSError, ValueError) as error:
+        raise PromptError(f"cannot read {name}: {why(error)}") from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

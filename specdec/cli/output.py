@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import click
 
 from specdec._version import __version__
-from specdec.errors import SpecdecError, did_you_mean, one_line, printable
+from specdec.errors import SpecdecError, one_line, printable
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -72,14 +72,6 @@ class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Our commands and the plugins'."""
         return sorted(self._extend().commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command at the start of ``args``, or a usage error with the nearest name."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
-        return super().resolve_command(ctx, args)
 
     def _extend(self) -> Group:
         if not self.extended:
@@ -286,9 +278,6 @@ def progress(first: str, *, silent: bool = False, then: str = "generating") -> I
 
     ``first`` describes the work before the first call, ``then`` what is counted.
     """
-    if silent or not sys.stderr.isatty():
-        yield lambda done, planned: None
-        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -297,7 +286,8 @@ def progress(first: str, *, silent: bool = False, then: str = "generating") -> I
         TextColumn("{task.fields[counted]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    hidden = silent or not sys.stderr.isatty()
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(first, total=None, counted="")
         yield lambda done, planned: bar.update(
             task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"

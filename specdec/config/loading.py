@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import pathlib
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
-from specdec.checking import Mismatch, checked, checked_fields, convert, dotted
+from specdec.checking import Mismatch, checked, checked_fields, convert
 from specdec.config.values import PLUGIN_TABLES, RunConfig
 from specdec.errors import ConfigError, shown
-from specdec.files.reading import parse_toml, read_text
+from specdec.files.reading import parse_toml, read_text, why
 
 T = TypeVar("T")
 
@@ -70,12 +70,22 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
 
     Raises: ConfigError that names the file, the key's path, what was got, and what would work.
     """
-    data = {} if path is None else read_toml(path)
+    return layered({} if path is None else read_toml(path), str(path), overrides)
+
+
+def layered(data: Mapping[str, Any], file: str, overrides: Sequence[str | Override]) -> RunConfig:
+    """As ``load_config``, for the tables of a file."""
     wins = [_named(Override.parse(text) if isinstance(text, str) else text) for text in overrides]
-    config = _layered(data, str(path), wins)
-    for count in range(len(wins)):  # a value that a later layer overrides is checked too
-        _layered(data, str(path), wins[:count])
-    return config.check_auto()
+    top: dict[str, Any] = {}
+    config = _merged(data, top, file)
+    for win in wins:  # a value that a later override replaces is checked too
+        _put(top, win.path, win.value)
+        config = _merged(data, top, win.source)
+    sources = {(table, key): file for table, keys in data.items() for key in keys}
+    for win in wins:
+        keys = [win.path[1]] if win.path[1:] else list(win.value)
+        sources |= {(win.path[0], key): win.source for key in keys}
+    return _with_sources(config, sources).check_auto()
 
 
 def _named(override: Override) -> Override:
@@ -88,18 +98,17 @@ def _named(override: Override) -> Override:
     return attrs.evolve(override, path=(table, "name")) if isinstance(value, str) else override
 
 
-def _layered(data: Mapping[str, Any], file: str, overrides: Sequence[Override]) -> RunConfig:
-    """The defaults, then ``data`` from ``file``, then ``overrides``. Raises: ConfigError."""
-    sources = dict.fromkeys(_key_paths(data), file)
-    top: dict[str, Any] = {}
-    for override in overrides:
-        _put(top, override.path, override.value)
-        sources[override.path] = override.source
+def _merged(data: Mapping[str, Any], top: Mapping[str, Any], source: str) -> RunConfig:
+    """The defaults, then ``data`` of the file, then ``top`` of the overrides.
+
+    Raises: ConfigError that blames ``source``, which has what was added last.
+    """
     defaults = RunConfig().to_dict()
     merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
-    if ("depth", "depth") in sources and ("depth", "name") not in sources and isinstance(merged["depth"], dict):
+    given = {key for layer in (data, top) if isinstance(layer.get("depth"), Mapping) for key in layer["depth"]}
+    if "depth" in given and "name" not in given and isinstance(merged["depth"], dict):
         merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
-    return _with_sources(structure_options(merged, RunConfig, source=lambda key: _source_of(key, sources)), sources)
+    return structure_options(merged, RunConfig, source=source)
 
 
 def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
@@ -109,15 +118,8 @@ def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     """
     try:
         return parse_toml(read_text(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
-            try_="save the file as UTF-8; TOML allows no other encoding",
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as TOML: {why(error)}") from error
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -141,60 +143,39 @@ def _put(tables: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     tables[path[-1]] = value
 
 
-def _key_paths(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in tables.items():
-        yield (*path, key)
-        if isinstance(value, Mapping):
-            yield from _key_paths(value, (*path, key))
-
-
-def _source_of(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
-    for end in range(len(path), 0, -1):
-        if path[:end] in sources:
-            return sources[path[:end]]
-    return next((source for key, source in sources.items() if key[: len(path)] == path), "")  # a key inside it
-
-
-def _with_sources(config: RunConfig, sources: Mapping[tuple[str, ...], str]) -> RunConfig:
+def _with_sources(config: RunConfig, sources: Mapping[tuple[str, str], str]) -> RunConfig:
     """Record where each table was written, for later errors (an unknown name, a bad option)."""
 
-    def of(table: str, keys: Collection[str]) -> str:
-        found = [_source_of((table, key), sources) for key in keys]
-        return ", ".join(dict.fromkeys(source for source in found if source))
+    def of(table: str, *keys: str) -> str:
+        return ", ".join(dict.fromkeys(sources[table, key] for key in keys if (table, key) in sources))
 
     tables: dict[str, Any] = {
-        table: attrs.evolve(choice, source=of(table, ("name", *choice.options)))
-        for table in PLUGIN_TABLES
-        if (choice := getattr(config, table))
+        "target": attrs.evolve(config.target, source=of("target", "model", "backend", "backend_options"))
     }
-    target = attrs.evolve(config.target, source=of("target", ("model", "backend", "backend_options")))
-    return attrs.evolve(config, target=target, **tables)
+    for table in PLUGIN_TABLES:
+        choice = getattr(config, table)
+        tables[table] = attrs.evolve(choice, source=of(table, "name", *choice.options))
+    return attrs.evolve(config, **tables)
 
 
 # --- plain data as configuration classes ------------------------------------------------------------------------------
 
 
-def structure_options(
-    options: Mapping[str, Any],
-    config_class: type[T],
-    path: str = "",
-    source: str | Callable[[tuple[str, ...]], str] = "",
-) -> T:
+def structure_options(options: Mapping[str, Any], config_class: type[T], path: str = "", source: str = "") -> T:
     """Plain data as a config class, such as a plugin's own: strict types, no unknown keys.
 
     Args:
         options: as written, such as ``Choice.options``.
         config_class: an attrs class.
         path: their table, such as ``drafter``; the prefix of keys in error messages.
-        source: the file or override they come from (``Choice.source``), or where a key was written.
+        source: the file or override they come from (``Choice.source``).
 
     Raises: ConfigError that names the first wrong key; TypeError for a class that cannot be read from TOML.
     """
     try:
         made: T = convert(options, config_class, files=True)
     except Mismatch as error:
-        key = (*(path.split(".") if path else ()), *error.path)
-        place = f"key {dotted(key)}" if key else "the configuration"
-        written = source if isinstance(source, str) else source(key)
-        raise ConfigError(f"{place} {error.sentence()}", asked_for_by=written or None, try_=error.hint) from error
+        error.path = (*filter(None, path.split(".")), *error.path)
+        place = "key" if error.path else "the configuration"
+        raise ConfigError(f"{place} {error}", asked_for_by=source or None, try_=error.hint) from error
     return made

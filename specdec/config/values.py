@@ -8,17 +8,7 @@ from typing import Any, TypedDict
 
 import attrs
 
-from specdec.checking import (
-    FieldError,
-    Mismatch,
-    between,
-    checked_fields,
-    each,
-    filled,
-    known_fields,
-    one_of,
-    one_or_many,
-)
+from specdec.checking import Mismatch, between, checked_fields, each, filled, known_fields, one_of, one_or_many
 from specdec.contract import BIASES, SEED, SamplingSettings
 from specdec.errors import ConfigError, cut, did_you_mean
 
@@ -53,7 +43,7 @@ class Choice:
 
     @classmethod
     def from_table(cls, value: Any) -> Choice:
-        """A plugin table: ``name`` plus the plugin's options. Raises: Mismatch or FieldError."""
+        """A plugin table: ``name`` plus the plugin's options. Raises: Mismatch."""
         if not isinstance(value, Mapping):
             raise Mismatch(
                 "a table", value, f'name = "{cut(value, 60)}" inside the table' if isinstance(value, str) else None
@@ -61,7 +51,7 @@ class Choice:
         options = dict(value)
         name = options.pop("name", None)
         if not isinstance(name, str) or not name:
-            raise FieldError(cls("?"), "name", "the name of a plugin", name)
+            raise Mismatch("the name of a plugin", name, path=("name",))
         return cls(name, options)
 
     def to_table(self) -> dict[str, Any]:

@@ -20,11 +20,12 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from specdec.config import FieldError, between, structure_options
+from specdec.checking import between, each, rule
+from specdec.config import structure_options
 from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Needs, Snapshot, State, Stats
 from specdec.errors import ConfigError, SessionFileError, SpecdecError, shown
 from specdec.files.keeping import replacing
-from specdec.files.reading import leaves, open_file, parse_json
+from specdec.files.reading import leaves, open_file, parse_json, why
 from specdec.registry import calling
 
 FORMAT = 2
@@ -50,10 +51,7 @@ class SavedSession:
 # --- the description -------------------------------------------------------------------------------------------------
 
 
-def _whole_numbers(owner: object, field: attrs.Attribute[Any], value: Any) -> None:
-    for number in value.values() if isinstance(value, Mapping) else value:
-        if isinstance(number, int) and not -_MOST <= number <= _MOST:
-            raise FieldError(owner, field.name, f"integers up to {_MOST}", number)
+_whole_numbers = each(rule(f"integers up to {_MOST}", lambda number: type(number) is str or abs(number) <= _MOST))
 
 
 def _counters(owner: object, field: attrs.Attribute[Any], stats: Stats) -> None:
@@ -134,7 +132,7 @@ def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
         with replacing(path, mode=0o600) as new:
             save_file(tensors, new, metadata)
     except (OSError, ValueError, safetensors.SafetensorError) as error:  # the last for a full disk
-        raise SessionFileError(f"the session could not be written: {_reason(error)}", file=path) from error
+        raise SessionFileError(f"the session could not be written: {why(error)}", file=path) from error
 
 
 def json_copy(extra: object) -> dict[str, Any]:
@@ -157,10 +155,6 @@ def _on_host(arrays: Mapping[str, Any], target: ForwardPass | None = None) -> di
         name: torch.as_tensor(array if target is None else target.to_host(array)).contiguous()
         for name, array in arrays.items()
     }
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _parsed(text: str) -> Any:
@@ -193,7 +187,7 @@ def read_session(path: Path, target: ForwardPass) -> SavedSession:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()} if _KEY in metadata else {}
         except OSError as error:
-            raise SessionFileError(f"the session file cannot be read: {_reason(error)}") from error
+            raise SessionFileError(f"the session file cannot be read: {why(error)}") from error
         except (safetensors.SafetensorError, ValueError) as error:
             raise SessionFileError(f"this is not a complete session file: {error}") from error
         if _KEY not in metadata:

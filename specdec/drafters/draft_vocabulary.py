@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from specdec.errors import ConfigError
-from specdec.files.reading import parse_json, read_text
+from specdec.files.reading import parse_json, read_text, why
 
 if TYPE_CHECKING:
     from specdec.contract import ModelInfo
@@ -68,10 +68,8 @@ class DraftVocabulary:
         """Read a file made by ``write``. Raises: ConfigError with the reason when it is malformed."""
         try:
             data = parse_json(read_text(path))
-        except OSError as error:
-            raise _unusable(path, f"cannot be read: {error.strerror or error}") from error
-        except ValueError as error:  # not UTF-8, or not JSON
-            raise _unusable(path, f"is not JSON: {error}") from error
+        except (OSError, ValueError) as error:
+            raise _unusable(path, f"cannot be read as JSON: {why(error)}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise _unusable(path, f"is a different kind of file: its 'format' is not {FORMAT!r}")
         if data.get("version") != VERSION:

@@ -78,8 +78,22 @@ def read_bytes(path: Path | str, limit: int = TEXT_LIMIT) -> bytes:
 
 
 def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. Raises: OSError; ValueError for other bytes."""
-    return read_bytes(path, limit).decode("utf-8-sig")
+    """The text of a UTF-8 file. Raises: OSError; ValueError as ``decoded``."""
+    return decoded(read_bytes(path, limit))
+
+
+def decoded(data: bytes) -> str:
+    """The text of UTF-8, with or without a byte order mark. Raises: ValueError that names the first wrong byte."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = error.start + len(data) - len(error.object)  # which lacks a byte order mark
+        raise ValueError(f"it is not UTF-8: byte {data[at]:#04x} at offset {at}") from error
+
+
+def why(error: Exception) -> str:
+    """Why a file cannot be used: in the words of the system without number and name, or of what reads it."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def parse_json(text: str | bytes) -> Any:

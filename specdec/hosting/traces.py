@@ -27,7 +27,7 @@ import attrs
 from specdec._version import __version__
 from specdec.config import Choice
 from specdec.errors import PromptError, UnsupportedError, shown
-from specdec.files.reading import parse_json, read_bytes
+from specdec.files.reading import parse_json, read_bytes, why
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ class TraceWriter:
             self._file = None
 
     def _cannot(self, error: Exception) -> UnsupportedError:
-        reason = getattr(error, "strerror", None) or error
-        return UnsupportedError(f"the trace cannot be written: {reason}", file=self._path)
+        return UnsupportedError(f"the trace cannot be written: {why(error)}", file=self._path)
 
 
 def _drop_cut_line(path: str | Path) -> None:

@@ -5,6 +5,7 @@ The depth is fixed: an adaptive policy drafts deep only where drafts are good, w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.passive import passive as passive_lm
 from specdec.measuring.prompts import Prompt, PromptSet
 from specdec.measuring.runs import Measurement, Report, Run, at_depth, cycle_seconds
-from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, best, break_even
+from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, break_even
 from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
 
@@ -100,7 +101,6 @@ class AcceptanceReport(Report):
         """The object that ``accept --json`` prints."""
         return {
             **attrs.asdict(self, value_serializer=lambda _, __, value: getattr(value, "value", value)),
-            "kinds": [{**attrs.asdict(one), "rate": one.rate} for one in self.kinds],
             "thresholds": {"turn_on": TURN_ON, "not_worth_it": NOT_WORTH_IT},
             "broken_promise": self.broken_promise,
         }
@@ -152,7 +152,8 @@ class AcceptanceMeasurement(Measurement):
         """Measure. Prompts of the classes alternate, so that an interrupted run has some of each."""
         costs = self._costs if self._costs is not None else measure_costs(self._lm)
         generate = self._watched if self._passive else self._generate
-        order = list(_turns(self._prompts))
+        turns = itertools.zip_longest(*self._prompts.values())
+        order = [prompt for turn in turns for prompt in turn if prompt is not None]
         self._plan(len(order) * (1 + len(self._wrong)))
         runs: list[Run] = []
         for prompt in order:
@@ -227,13 +228,6 @@ def measure_acceptance(lm: LanguageModel, prompts: PromptSet, **options: Any) ->
     return AcceptanceMeasurement(lm, prompts, **options).run()
 
 
-def _turns(prompts: PromptSet) -> Iterator[Prompt]:
-    """The first prompt of every class, then the second, ..."""
-    for number in range(max(map(len, prompts.values()), default=0)):
-        for members in prompts.values():
-            yield from members[number : number + 1]
-
-
 def summarise(
     name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat: bool = False, passive: bool = False
 ) -> ClassReport:
@@ -283,7 +277,7 @@ def summarise(
         for k in range(1, depth + 1)
         if np.isfinite(speedups[k - 1])
     )
-    best_depth = best(predictions) if predictions else None
+    best_depth = max(predictions, key=lambda one: one.speedup, default=None)  # the shallowest on a tie
     verdict, decided_by = advise(best_depth) if best_depth else (None, "nothing was measured")
     full = [cycle for run in runs for cycle in run.cycles if cycle.depth == depth and not passive]
     clocked = float(np.median([cycle_seconds(cycle) for cycle in full])) if full else None

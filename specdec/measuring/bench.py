@@ -290,7 +290,7 @@ def _sums(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _explained(runs: Sequence[Run]) -> float:
-    return sum(run.explained * run.seconds for run in runs) / sum(run.seconds for run in runs)
+    return sum(cycle_seconds(cycle) for run in runs for cycle in run.cycles) / _sums(runs)[1]
 
 
 def _mean(cycles: Sequence[CycleRecord]) -> float:
@@ -326,28 +326,28 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
 
 
 def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord]) -> Iterator[Timing]:
-    steps = list(map(cycle_seconds, plain_cycles))
-    step = 1e3 * statistics.median(steps)
-
-    def timing(what: str, seconds: Sequence[float]) -> Timing:
-        low, middle, high = (float(value) for value in 1e3 * np.quantile(seconds, [0.25, 0.5, 0.75]))
-        return Timing(
-            what=what, cycles=len(seconds), median_ms=middle, low_ms=low, high_ms=high, in_plain_steps=middle / step
+    passes = [*plain_cycles, *cycles]
+    lengths = sorted({cycle.offered for cycle in passes})
+    seconds: dict[str, Sequence[float]] = {"plain step": list(map(cycle_seconds, plain_cycles))}
+    for n in lengths:
+        what = f"verify {n + 1} row{'s' if n else ''}"
+        seconds[what] = [cycle.verify_seconds for cycle in passes if cycle.offered == n]
+    for n in filter(None, lengths):
+        drafting = [cycle.draft_seconds for cycle in cycles if cycle.offered == n]
+        seconds[f"draft {n} token{'s' if n > 1 else ''}"] = drafting
+        seconds[f"draft step, {n} in a row"] = [each / n for each in drafting]
+    seconds["commit"] = [cycle.commit_seconds for cycle in cycles]
+    step = statistics.median(seconds["plain step"])
+    for what, values in seconds.items():
+        low, middle, high = (float(1e3 * value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
+        yield Timing(
+            what=what,
+            cycles=len(values),
+            median_ms=middle,
+            low_ms=low,
+            high_ms=high,
+            in_plain_steps=middle / (1e3 * step),
         )
-
-    lengths = sorted({cycle.offered for cycle in cycles})
-    by_length: dict[int, list[CycleRecord]] = {n: [cycle for cycle in cycles if cycle.offered == n] for n in lengths}
-    yield timing("plain step", steps)
-    for n, chosen in ({0: list[CycleRecord]()} | by_length).items():
-        passes = [*(plain_cycles if n == 0 else ()), *chosen]
-        yield timing(f"verify {n + 1} row{'s' if n else ''}", [cycle.verify_seconds for cycle in passes])
-    for n, chosen in by_length.items():
-        if n:
-            drafting = [cycle.draft_seconds for cycle in chosen]
-            yield timing(f"draft {n} token{'s' if n > 1 else ''}", drafting)
-            yield timing(f"draft step, {n} in a row", [seconds / n for seconds in drafting])
-    if cycles:
-        yield timing("commit", [cycle.commit_seconds for cycle in cycles])
 
 
 def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:

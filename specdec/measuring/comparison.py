@@ -19,6 +19,7 @@ import attrs
 from specdec.errors import SpecdecError, UnsupportedError, shown
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.rounding import Rounding, Verdict
+from specdec.measuring.runs import Generations
 from specdec.measuring.server import TOP, Answer, Engine, Request, Step
 
 END = "(end)"  # in place of a token, where an answer has ended
@@ -72,7 +73,7 @@ class Text:
     position: int = 0
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define
 class Pairing:
     """What comparing the answers of two servers found.
 
@@ -90,14 +91,13 @@ class Pairing:
         """How many requests differ."""
         return len({difference.request for difference in self.differences})
 
-    def after(self, text: Text, plain: Answer, other: Answer, *, greedy: bool) -> Pairing:
-        """With one more pair of answers."""
+    def add(self, text: Text, plain: Answer, other: Answer, *, greedy: bool) -> Difference | None:
+        """Compare one more pair of answers; returns their difference."""
         difference, common = compare(text, plain, other, greedy=greedy)
-        rows = zip(plain.steps[:common], other.steps[:common], strict=True)
-        apart = [value for row in rows if not math.isnan(value := _apart(*row))]
-        return Pairing(
-            differences=(*self.differences, *([difference] if difference else [])), apart=max(self.apart, *apart, 0.0)
-        )
+        self.differences += () if difference is None else (difference,)
+        for row in zip(plain.steps[:common], other.steps[:common], strict=True):
+            self.apart = max(self.apart, _apart(*row))  # NaN is never larger
+        return difference
 
 
 def compare(text: Text, plain: Answer, other: Answer, *, greedy: bool) -> tuple[Difference | None, int]:
@@ -317,7 +317,8 @@ def _finite(value: Any) -> Any:
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-class Comparison:
+@attrs.define
+class Comparison(Generations):
     """An audit that can be stopped between requests.
 
     After a difference that rounding may explain, both servers go on from the plain answer's token.
@@ -333,25 +334,13 @@ class Comparison:
         progress: called with the requests done and their total.
     """
 
-    def __init__(
-        self,
-        plain: Engine,
-        speculative: Engine,
-        prompts: Sequence[Prompt],
-        request: Request,
-        *,
-        tolerance: float | None = None,
-        batch: int = 1,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self._plain, self._speculative = plain, speculative
-        self._prompts, self._request, self._tolerance, self._batch = prompts, request, tolerance, batch
-        self._progress = progress or (lambda done, planned: None)
-        self._stopped = False
-
-    def stop(self) -> None:
-        """End after the current request."""
-        self._stopped = True
+    _plain: Engine
+    _speculative: Engine
+    _prompts: Sequence[Prompt]
+    _request: Request
+    _tolerance: float | None = None
+    _batch: int = 1
+    _progress: Callable[[int, int], object] = lambda done, planned: None
 
     def run(self) -> ComparisonReport:
         """Ask. Raises: SpecdecError if no request was answered; a later failure ends the audit, and is reported."""
@@ -361,20 +350,19 @@ class Comparison:
         tokens = done = 0
         failure: SpecdecError | None = None
         waiting = [Text(number, prompt.name, prompt.text) for number, prompt in enumerate(self._prompts)]
-        while waiting and not (self._stopped and done):
+        while waiting and not (self.stopping and done):
             texts, waiting = waiting[: self._batch], waiting[self._batch :]
             try:
                 answers = self._answers(texts)
                 forced: list[Text] = []
                 for text, plain, other, again in zip(texts, *answers, strict=True):
-                    before = len(speculation.differences)
-                    speculation = speculation.after(text, plain, other, greedy=greedy)
-                    control = control.after(text, plain, again, greedy=greedy)
+                    difference = speculation.add(text, plain, other, greedy=greedy)
+                    control.add(text, plain, again, greedy=greedy)
                     done += not text.position
                     steps = plain.steps
-                    if following := self._forced(text, plain, speculation.differences[before:]):
-                        steps = steps[: following[0].position - text.position]  # the rest is answered again
-                    forced += following
+                    if following := self._forced(text, plain, difference):
+                        steps = steps[: following.position - text.position]  # the rest is answered again
+                        forced.append(following)
                     tokens += len(steps)
                     gaps += [best - second for best, second in map(_two_best, steps) if second > -math.inf]
             except SpecdecError as error:
@@ -428,15 +416,15 @@ class Comparison:
             ]
             return [future.result() for future in pending][::2]
 
-    def _forced(self, text: Text, plain: Answer, differences: Sequence[Difference]) -> list[Text]:
+    def _forced(self, text: Text, plain: Answer, difference: Difference | None) -> Text | None:
         """The text up to and with plain decoding's token, if rounding may explain a difference there."""
-        for difference in differences:
-            position = difference.position + 1
-            explained = Rounding.of(self._tolerance).verdict(difference.known_gap) is not Verdict.REAL
-            if explained and not difference.why and position < self._request.max_new_tokens:
-                length = position - text.position
-                again = self._plain.answer(text.text, attrs.evolve(self._request, max_new_tokens=length))
-                same = [step.token for step in again.steps] == [step.token for step in plain.steps[:length]]
-                if same and not again.ended and not again.text.endswith(PARTIAL):
-                    return [Text(text.request, text.prompt, text.text + again.text, position)]
-        return []
+        if difference is None or difference.why or difference.position + 1 >= self._request.max_new_tokens:
+            return None
+        if Rounding.of(self._tolerance).verdict(difference.known_gap) is Verdict.REAL:
+            return None
+        length = difference.position + 1 - text.position
+        again = self._plain.answer(text.text, attrs.evolve(self._request, max_new_tokens=length))
+        same = [step.token for step in again.steps] == [step.token for step in plain.steps[:length]]
+        if not same or again.ended or again.text.endswith(PARTIAL):
+            return None
+        return Text(text.request, text.prompt, text.text + again.text, difference.position + 1)

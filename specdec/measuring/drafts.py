@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from specdec.text import Tokenizer
 
 CONTEXT_TOKENS = 16  # of context shown in a log row
-KINDS = ("common", "rare", "special")
 COMMON_SHARE = 0.5
 
 
@@ -123,12 +122,7 @@ class KindReport:
     kind: str
     accepted: int
     rejected: int
-
-    @property
-    def rate(self) -> float | None:
-        """accepted / (accepted + rejected); None if there were none."""
-        tried = self.accepted + self.rejected
-        return self.accepted / tried if tried else None
+    rate: float | None  # accepted / (accepted + rejected); None if there were none
 
 
 def by_kind(runs: Sequence[Run], special_ids: Collection[int]) -> tuple[KindReport, ...]:
@@ -145,9 +139,11 @@ def by_kind(runs: Sequence[Run], special_ids: Collection[int]) -> tuple[KindRepo
             break
         common.add(token)
         covered += count
-    counted: Counter[tuple[str, bool]] = Counter()
+    counts = {kind: [0, 0] for kind in ("common", "rare", "special")}  # rejected, accepted
     for run in runs:
         for _, token, right in _reached(run):
-            kind = "special" if token in special_ids else "common" if token in common else "rare"
-            counted[kind, right] += 1
-    return tuple(KindReport(kind=kind, accepted=counted[kind, True], rejected=counted[kind, False]) for kind in KINDS)
+            counts["special" if token in special_ids else "common" if token in common else "rare"][right] += 1
+    return tuple(
+        KindReport(kind=kind, accepted=right, rejected=wrong, rate=right / (right + wrong) if right + wrong else None)
+        for kind, (wrong, right) in counts.items()
+    )

@@ -7,15 +7,16 @@ if it has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 
-from specdec.checking import between, checked, checked_fields
-from specdec.errors import PromptError, did_you_mean, shown
-from specdec.files.reading import parse_json, read_bytes
+from specdec.checking import Mismatch, between, checked, checked_fields, convert, rule
+from specdec.errors import PromptError, did_you_mean
+from specdec.files.reading import parse_json, read_text, why
 
 if TYPE_CHECKING:
     from specdec.text import Tokenizer
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).with_name("prompts")
 CLASSES = ("factual", "verbose-thinking", "code", "instruction", "copy")
 CHAT_CLASSES = ("verbose-thinking", "instruction")
 PLAIN_CLASS = "prompts"  # class of a plain-text file
-KEYS = ("class", "prompt", "chat")
+SAID = rule("text that is not empty", str.strip)
 EXAMPLE = '{"class": "mail", "prompt": "Dear all,"}'
 
 PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in measuring order
@@ -34,27 +35,33 @@ PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in measuring o
 class Prompt:
     """A text to continue, or a message to answer."""
 
-    kind: str  # its class
-    text: str
+    kind: Annotated[str, SAID] = attrs.field(default=PLAIN_CLASS, metadata={"key": "class"})  # its class
+    text: Annotated[str, SAID] = attrs.field(metadata={"key": "prompt"})
     chat: bool = False  # a user message, for the chat template if there is one
-    source: str = attrs.field(default="", eq=False)  # "prompts.jsonl, line 3"
+    source: str = attrs.field(default="", eq=False, metadata={"key": False})  # "prompts.jsonl, line 3"
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids; the class ``verbose-thinking`` sets the template's ``enable_thinking``.
 
-        Raises: PromptError that names the prompt's file and line.
+        Raises: PromptError as ``named``.
         """
-        try:
+        with self.named():
             if not (self.chat and tokenizer.has_chat_template):
                 ids = tokenizer.encode(self.text)
             else:
                 variables = {"enable_thinking": True} if self.kind == "verbose-thinking" else {}
                 ids = tokenizer.encode_messages([{"role": "user", "content": self.text}], variables)
-        except PromptError as error:
-            raise PromptError(error.message, prompt=self.name, **error.facts) from error
-        if not ids:
-            raise PromptError("the tokenizer makes no token of a prompt", prompt=self.name)
+            if not ids:
+                raise PromptError("the tokenizer makes no token of a prompt")
         return ids
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Let a PromptError raised inside name the prompt's file and line."""
+        try:
+            yield
+        except PromptError as error:
+            raise PromptError(error.message, **{"prompt": self.name, **error.facts}) from error
 
     @property
     def name(self) -> str:
@@ -80,14 +87,9 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
     """
     file = Path(path)
     try:
-        text = read_bytes(file).decode("utf-8-sig")
-    except OSError as error:
-        raise PromptError(f"the prompt file cannot be read: {error.strerror or error}", file=file) from error
-    except UnicodeDecodeError as error:
-        at = error.object[: error.start].count(b"\n") + 1
-        raise PromptError(
-            f"the prompt file is not UTF-8: byte {error.object[error.start]:#04x}", file=file, line=at
-        ) from error
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        raise PromptError(f"the prompt file cannot be read: {why(error)}", file=file) from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise PromptError("the prompt file has no prompt", file=file, try_=f"a line such as {EXAMPLE}")
@@ -97,34 +99,19 @@ def load_prompts(path: str | Path, *, chat: bool = False) -> dict[str, list[Prom
         source = f"{file.name}, line {number}"
         if json_lines:
             try:
-                wrong = _wrong(data := parse_json(line), line)
-            except ValueError as error:
-                wrong = f"a line of the prompt file is not JSON: {error}"
-            if wrong:
-                raise PromptError(wrong, file=file, line=number, try_=EXAMPLE)
-            kind = data.get("class", PLAIN_CLASS).strip()
-            prompt = Prompt(
-                kind=kind, text=data["prompt"], chat=data.get("chat", chat or kind in CHAT_CLASSES), source=source
-            )
+                data = parse_json(line)
+                prompt = convert(data, Prompt, files=True)
+            except (ValueError, Mismatch) as error:
+                wrong = "cannot be used" if isinstance(error, Mismatch) else "is not JSON"
+                message = f"a line of the prompt file {wrong}: {error}"
+                raise PromptError(message, file=file, line=number, try_=EXAMPLE) from error
+            kind = prompt.kind.strip()
+            is_message = data.get("chat", chat or kind in CHAT_CLASSES)
+            prompt = attrs.evolve(prompt, kind=kind, chat=is_message, source=source)
         else:
             prompt = Prompt(kind=PLAIN_CLASS, text=line.rstrip("\r"), chat=chat, source=source)
         prompts.setdefault(prompt.kind, []).append(prompt)
     return prompts
-
-
-def _wrong(data: Any, line: str) -> str:
-    """What is wrong with a line of JSON; empty if nothing is."""
-    if not isinstance(data, dict):
-        return f"a line of the prompt file is not a JSON object: {line.strip()[:40]}"
-    for key in data.keys() - KEYS:
-        return f"a prompt has the keys {', '.join(KEYS)}, got {shown(key, 40)}.{did_you_mean(key, KEYS)}"
-    for key, default in (("prompt", ""), ("class", PLAIN_CLASS)):
-        value = data.get(key, default)
-        if not isinstance(value, str) or not value.strip():
-            return f"{key!r} is a string that is not empty, got {shown(value if key in data else None, 40)}"
-    if not isinstance(chat := data.get("chat", False), bool):
-        return f"'chat' is true or false, got {shown(chat, 40)}"
-    return ""
 
 
 @checked(PromptError)

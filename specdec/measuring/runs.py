@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import CycleRecord, Guarantee, Parity, Stats
 from specdec.decoding.parts import override_generation, with_seed
-from specdec.errors import PromptError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt
 from specdec.pipeline import LanguageModel
@@ -46,11 +47,6 @@ class Run:
     def rate(self) -> float:
         """Generated tokens per second of decoding."""
         return len(self.tokens) / self.seconds
-
-    @property
-    def explained(self) -> float:
-        """The share of the time covered by the cycles' phases."""
-        return sum(map(cycle_seconds, self.cycles)) / self.seconds
 
     def counts(self, depth: int) -> NDArray[np.int64]:
         """``[4, depth]``: by lookahead position, cycles asked for a token there, offered, reached, accepted."""
@@ -88,13 +84,9 @@ def generate(
     Raises: PromptError, naming the prompt.
     """
     named = prompt if isinstance(prompt, Prompt) else None
-    ids = prompt.encode(lm.tokenizer) if isinstance(prompt, Prompt) else prompt
-    try:
+    with contextlib.nullcontext() if named is None else named.named():
+        ids = prompt.encode(lm.tokenizer) if isinstance(prompt, Prompt) else prompt
         stream = lm.session().stream(ids, **settings)
-    except PromptError as error:
-        if named is None:
-            raise
-        raise PromptError(error.message, prompt=named.name, **error.facts) from error
     cycles: list[CycleRecord] = []
     stream.on_cycle = cycles.append
     on_stream(stream)
@@ -134,9 +126,8 @@ class Report:
 class Generations:
     """A series of generations that ``stop`` ends: the current one after its cycle, and no other starts."""
 
-    def __init__(self) -> None:
-        self.stopping = False
-        self._stream: Stream | None = None
+    stopping = False
+    _stream: Stream | None = None
 
     def stop(self) -> None:
         """End early. Safe to call from a signal handler."""
@@ -167,7 +158,6 @@ class Measurement(Generations):
     def __init__(
         self, lm: LanguageModel, *, progress: Callable[[int, int], None] | None = None, model: str = "", **settings: Any
     ) -> None:
-        super().__init__()
         if lm.drafter.spec.name == "none":
             raise UnsupportedError(
                 "the drafter 'none' drafts nothing, so there is nothing to measure",

@@ -248,10 +248,7 @@ def read_completion(body: Any, max_new_tokens: int, *, ids: bool = True) -> Answ
     logprobs = choice.get("logprobs")
     if logprobs is None:
         raise UnsupportedError("the answer has no log-probabilities")
-    if isinstance(logprobs, Mapping) and "content" in logprobs:
-        steps = tuple(_entry(entry, ids) for entry in _field(logprobs, "content", list, "logprobs"))
-    else:
-        steps = _lists(logprobs)
+    steps = tuple(_step(entry, ids) for entry in _entries(logprobs))
     if text and not steps:
         raise UnsupportedError("the answer has text and no log-probabilities")
     if steps and not any(step.top for step in steps):
@@ -278,28 +275,25 @@ def _logprob(value: Any) -> float:
     return float(value)
 
 
-def _lists(logprobs: Any) -> tuple[Step, ...]:
-    tokens = _field(logprobs, "tokens", list, "logprobs")
-    chosen = _field(logprobs, "token_logprobs", list, "logprobs")
-    tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+def _entries(logprobs: Any) -> list[Any]:
+    """The entries of chat completions, also from the lists of completions."""
+    entries: list[Any]
+    if isinstance(logprobs, Mapping) and "content" in logprobs:
+        entries = _field(logprobs, "content", list, "logprobs")
+        return entries
+    tokens, chosen = (_field(logprobs, key, list, "logprobs") for key in ("tokens", "token_logprobs"))
+    tops = logprobs.get("top_logprobs") or [{}] * len(tokens)
     if not isinstance(tops, list) or not len(tokens) == len(chosen) == len(tops):
         raise UnsupportedError("the answer's lists of log-probabilities have different lengths")
-    steps = []
+    entries = []
     for token, logprob, top in zip(tokens, chosen, tops, strict=True):
-        if not isinstance(token, str) or not isinstance(top, Mapping | None):
-            raise UnsupportedError(f"the answer's log-probabilities take tokens as text, got {typed(token, 60)}")
-        row = {_token(name): _logprob(value) for name, value in (top or {}).items()}
-        steps.append(Step(_token(token), _logprob(logprob), row))
-    return tuple(steps)
+        if isinstance(top, Mapping):
+            top = [{"token": other, "logprob": value} for other, value in top.items()]
+        entries.append({"token": token, "logprob": logprob, "top_logprobs": top})
+    return entries
 
 
-def _token(text: str) -> int | str:
-    """A token's text, or its id: vLLM writes ``token_id:17`` on request."""
-    number = text.removeprefix("token_id:")
-    return int(number) if number != text and number.isdecimal() and len(number) < 12 else text
-
-
-def _entry(entry: Any, ids: bool) -> Step:
+def _step(entry: Any, ids: bool) -> Step:
     top = entry.get("top_logprobs") if isinstance(entry, Mapping) else None
     if not isinstance(top, list | None):
         raise UnsupportedError(f"the answer's 'top_logprobs' takes a list, got {typed(top, 60)}")
@@ -308,8 +302,11 @@ def _entry(entry: Any, ids: bool) -> Step:
 
 
 def _pair(entry: Any, ids: bool) -> tuple[int | str, float]:
-    """Token and log-probability."""
+    """Token and log-probability; vLLM writes the text ``token_id:17`` for an id on request."""
     token = entry.get("id") if ids and isinstance(entry, Mapping) else None
     if type(token) is not int:
         token = _field(entry, "token", str, "log-probability")
+        number = token.removeprefix("token_id:")
+        if number != token and number.isdecimal() and len(number) < 12:
+            token = int(number)
     return token, _logprob(entry.get("logprob"))

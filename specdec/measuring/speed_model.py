@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -59,11 +58,6 @@ class Prediction:
     tokens: float  # E(depth)
     speedup: float  # S(depth), against plain decoding
     interval: tuple[float, float] | None  # of the speed-up, over prompts; None if there are too few
-
-
-def best(predictions: Sequence[Prediction]) -> Prediction:
-    """The depth with the largest speed-up, the shallower one on a tie."""
-    return max(predictions, key=lambda prediction: (prediction.speedup, -prediction.depth))
 
 
 def advise(prediction: Prediction) -> tuple[Advice, str]:

@@ -42,7 +42,6 @@ class TrafficReplay(Generations):
         tokenizer: Any = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        super().__init__()
         trace = read_trace(path)
         self._requests = [request for request in trace.requests if request.tokens and request.prompt]
         self._cut = trace.cut

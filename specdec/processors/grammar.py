@@ -25,7 +25,7 @@ import numpy as np
 
 from specdec.contract import LogitsProcessor, ProcessorEnv, ProcessorSpec
 from specdec.errors import ConfigError, UnsupportedError, cut, import_extra
-from specdec.files.reading import parse_json, read_text
+from specdec.files.reading import parse_json, read_text, why
 from specdec.hookspecs import hookimpl
 from specdec.logs import get_logger
 
@@ -297,8 +297,7 @@ def _file(field: str, path: str) -> str:
     try:
         return read_text(os.path.expanduser(path))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the {field} file {path!r}: {reason}") from error
+        raise ConfigError(f"cannot read the {field} file {path!r}: {why(error)}") from error
 
 
 def _unusable(config: GrammarConfig, reason: str) -> ConfigError:

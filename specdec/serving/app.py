@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import time
@@ -13,18 +14,18 @@ from urllib.parse import urlsplit
 
 import attrs
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result
+from specdec.errors import SpecdecError
 from specdec.logs import get_logger
 from specdec.serving import is_loopback
 from specdec.serving.engine import Engine, Piece, Turn
@@ -40,7 +41,6 @@ from specdec.serving.requests import (
     Request,
     TokenizeRequest,
     json_object,
-    or_refusal,
     parsed,
     prepared,
 )
@@ -103,7 +103,7 @@ def application(service: Service) -> ASGIApp:
         kind: type[TokenizeRequest | Conversation] = Conversation if "messages" in data else TokenizeRequest
         body = parsed(kind, data)
         service.check_model(body.model)
-        tokens = await run_in_threadpool(or_refusal, lambda: body.prompt_of(lm)[0])
+        tokens = (await run_in_threadpool(body.prompt_of, lm))[0]
         return _json({"count": len(tokens), "max_model_len": lm.capacity, "tokens": tokens})
 
     async def detokenize(request: HttpRequest) -> Response:
@@ -111,11 +111,11 @@ def application(service: Service) -> ASGIApp:
         service.check_model(body.model)
         if any(token >= lm.info.vocab_size for token in body.tokens):
             raise Refusal(400, f"tokens takes ids of 0 to {lm.info.vocab_size - 1}", param="tokens")
-        text = await run_in_threadpool(or_refusal, lambda: lm.tokenizer.decode(body.tokens, skip_special=False))
+        text = await run_in_threadpool(lm.tokenizer.decode, body.tokens, skip_special=False)
         return _json({"prompt": text})
 
-    data = {**described(lm, service.names[0]), "plain_ms": service.plain_ms, "needs_key": bool(service.api_key)}
-    html = page({**data, "prompt": service.prompt})
+    facts = {"plain_ms": service.plain_ms, "needs_key": bool(service.api_key), "prompt": service.prompt}
+    html = page({**described(lm, service.names[0]), **facts})
     headers = {"content-security-policy": policy(), "cache-control": "no-store", "x-content-type-options": "nosniff"}
 
     async def index(_: HttpRequest) -> Response:
@@ -127,52 +127,48 @@ def application(service: Service) -> ASGIApp:
     async def scrape(_: HttpRequest) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    app = Starlette(
-        routes=[
-            Route("/", index),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", Generating(service, ChatRequest), methods=["POST"]),
-            Route("/v1/completions", Generating(service, CompletionRequest), methods=["POST"]),
-            Route("/tokenize", tokenize, methods=["POST"]),
-            Route("/detokenize", detokenize, methods=["POST"]),
-            Route("/health", health),
-            Route("/metrics", scrape),
-        ],
-        exception_handlers={Refusal: _refused, HTTPException: _no_route},
-    )
-    app.router.redirect_slashes = False
-    return Guard(service, app)
+    routes = [
+        Route("/", index),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/chat/completions", Generating(service, ChatRequest), methods=["POST"]),
+        Route("/v1/completions", Generating(service, CompletionRequest), methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/metrics", scrape),
+    ]
+    return Guard(service, routes)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(data), status, headers, media_type="application/json")
 
 
-async def _refused(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return _json(error.body(), error.status, error.headers)
-
-
-async def _no_route(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = {404: "there is no such page here", 405: f"this page does not take {request.method}"}
-    refusal = Refusal(error.status_code, what.get(error.status_code, "the request cannot be served"))
-    return _json(refusal.body(), error.status_code, dict(error.headers or {}))
+def _refusal(error: Exception, method: str) -> Refusal:
+    """What is answered to a request that ended with an error."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, SpecdecError):
+        return Refusal.of(error)
+    if isinstance(error, HTTPException):
+        what = {404: "there is no such page here", 405: f"this page does not take {method}"}
+        return Refusal(
+            error.status_code, what.get(error.status_code, "the request cannot be served"), headers=error.headers
+        )
+    log.error("request_failed", exc_info=error)  # a bug: the log has it, the answer does not
+    return Refusal(500, "the server failed")
 
 
 class Guard:
-    """Checks who asks before anything is read, and counts the responses."""
+    """Checks who asks before anything is read, answers with what went wrong, and counts the responses."""
 
-    def __init__(self, service: Service, app: Starlette) -> None:
+    def __init__(self, service: Service, routes: Sequence[Route]) -> None:
         self._service = service
-        self._app = app
-        self._known = {route.path for route in app.routes if isinstance(route, Route)}
+        self._app = Router(routes, redirect_slashes=False)
+        self._known = {route.path for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         status = 500  # of a connection that was lost first
         begun = False
         headers = HttpRequest(scope).headers
@@ -194,16 +190,14 @@ class Guard:
 
         try:
             self._check(scope, headers)
-            await self._app(scope, received, counted)
-        except Refusal as error:
-            await _json(error.body(), error.status, error.headers)(scope, receive, counted)
+            await self._app({**scope, "app": self}, received, counted)  # with "app", routing raises HTTPException
         except ClientDisconnect:  # or a body that is no HTTP, to which uvicorn has answered
             log.info("client_left")
-        except Exception:  # a bug: the log has it, the answer does not
-            log.exception("request_failed")
+        except Exception as error:
+            refusal = _refusal(error, scope["method"])
             if begun:
                 raise
-            await _json(Refusal(500, "the server failed").body(), 500)(scope, receive, counted)
+            await _json(refusal.body(), refusal.status, refusal.headers)(scope, receive, counted)
         finally:
             route = scope["path"] if scope["path"] in self._known else "other"
             self._service.metrics.responses.labels(route, str(status)).inc()
@@ -216,10 +210,10 @@ class Guard:
         if "content-length" in headers and "transfer-encoding" in headers:
             raise Refusal(400, "a request has Content-Length or Transfer-Encoding, not both")
         host = headers.get("host", "")
-        if service.local and not is_loopback(urlsplit(f"//{host}").hostname or "" if _sane(host) else ""):
+        if service.local and not is_loopback(_hostname(host)):
             raise Refusal(403, "this server answers to the names of this machine only, such as localhost")
         origin = headers.get("origin")
-        if origin is not None and not (_sane(origin) and urlsplit(origin).netloc == host):
+        if origin is not None and origin.partition("//")[2] != host:
             raise Refusal(403, "this server does not answer pages of another origin")
         if service.api_key and scope["path"] not in ("/", "/health"):  # a URL would be made from the header Host
             scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -232,29 +226,30 @@ class Guard:
                 )
 
 
-def _sane(url: str) -> bool:
+def _hostname(host: str) -> str:
+    """The name in a header Host; empty if it is none."""
     try:
-        urlsplit(url if "//" in url else f"//{url}").port  # noqa: B018 - raises for what is none
+        parts = urlsplit(f"//{host}")
+        return parts.hostname or "" if parts.port != 0 else ""  # reading the port raises for what is none
     except ValueError:
-        return False
-    return True
+        return ""
 
 
+@attrs.frozen
 class Generating:
     """An endpoint that generates."""
 
-    def __init__(self, service: Service, kind: type[Request]) -> None:
-        self._service = service
-        self._kind = kind
+    _service: Service
+    _kind: type[Request]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         data = await _body(HttpRequest(scope, receive))
         request = parsed(self._kind, data)
         service.check_model(request.model)
-        with service.engine.turn(streamed=request.stream, cycles=request.origins) as turn:
+        with contextlib.closing(service.engine.turn(streamed=request.stream, cycles=request.origins)) as turn:
             watch = asyncio.create_task(_gone(receive))
-            watch.add_done_callback(lambda _: turn.leave())
+            watch.add_done_callback(lambda _: turn.close())
             try:
                 ready = await run_in_threadpool(prepared, request, service.lm, service.most_prompt, service.most_tokens)
                 service.engine.start(turn, ready)

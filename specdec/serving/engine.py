@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from time import perf_counter
-from typing import Self
 
 import attrs
 
@@ -53,10 +52,7 @@ class Piece:
 
 
 class Turn:
-    """A request's place in the queue, and what its generation produces. Created and read on the event loop.
-
-    As a context manager it gives the place back, and ends the generation after its current cycle.
-    """
+    """A request's place in the queue, and what its generation produces. Created and read on the event loop."""
 
     def __init__(self, engine: Engine, *, streamed: bool, cycles: bool) -> None:
         """Args: ``streamed``: whether pieces come while it runs; ``cycles``: whether they report their cycles."""
@@ -71,13 +67,7 @@ class Turn:
         self.ended_by_server = False
         self.started = perf_counter()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
+    def close(self) -> None:
         """Give the place back: a waiting request is dropped, a running one ends after its current cycle."""
         self.gone = True
         self.stop()
@@ -91,7 +81,7 @@ class Turn:
             self._stream.stop()
 
     async def next(self) -> Piece | Result:
-        """The next piece, and at last the result. Raises: Refusal if the generation failed; CancelledError if left."""
+        """The next piece, and at last the result. Raises: Refusal if it failed; CancelledError if closed."""
         event = await self._events.get()
         if event is None:
             raise asyncio.CancelledError
@@ -281,10 +271,7 @@ class Engine:
                 generation = _Generation(turn, prepared, self._sessions.take(prepared.prompt), self._answers)
                 growth = sum(running.growth for running in (*self._running.values(), generation))
                 if self._in_main_memory and growth > MEMORY_SHARE * memory()[1]:
-                    raise self._overloaded("there is no memory for another request", "no_memory")
-            except Refusal as refusal:
-                self.forget(turn)
-                turn.send(refusal)
+                    raise NoMemoryError("there is no memory for the tokens of another request")
             except BaseException as error:  # noqa: BLE001 - a bug; the server goes on
                 self._failed(turn, error)
             else:

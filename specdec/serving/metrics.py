@@ -17,16 +17,16 @@ class Metrics:
     """Counters of one server."""
 
     def __init__(self) -> None:
-        self._registry = known = CollectorRegistry()
+        self._registry = CollectorRegistry()
 
         def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"specdec_{name}", what, labels, registry=known)
+            return Counter(name, what, labels, namespace="specdec", registry=self._registry)
 
         def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"specdec_{name}", what, registry=known)
+            return Gauge(name, what, namespace="specdec", registry=self._registry)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"specdec_{name}", what, buckets=buckets, registry=known)
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, what, buckets=buckets, namespace="specdec", registry=self._registry)
 
         self.responses = counter("responses", "HTTP responses", "route", "status")
         self.refused = counter("queue_full", "Requests refused because the queue was full")
@@ -34,14 +34,15 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Prompt tokens, computed or kept from an earlier request", "source")
         self._tokens = counter("generated_tokens", "Tokens generated")
         self._cycles = counter("cycles", "Cycles: one draft, one verification pass, one commit")
-        position = "Draft tokens by lookahead position: "
-        self._offered = counter("draft_offered", f"{position}drafted", "position")
-        self._reached = counter("draft_reached", f"{position}all earlier ones of the draft accepted", "position")
-        self._accepted = counter("draft_accepted", f"{position}accepted", "position")
+        drafts = {"offered": "drafted", "reached": "all earlier ones of the draft accepted", "accepted": "accepted"}
+        self._drafts = {
+            name: counter(f"draft_{name}", f"Draft tokens by lookahead position: {what}", "position")
+            for name, what in drafts.items()
+        }
         self._per_cycle = histogram("tokens_per_cycle", "Tokens per cycle, of a request", _TOKENS)
-        self._queued = histogram("queue_seconds", "Time in the queue", _SECONDS)
-        self._first = histogram("first_token_seconds", "Time from the request to its first text", _SECONDS)
-        self._took = histogram("request_seconds", "Time from the request to the end of its answer", _SECONDS)
+        self._queued = histogram("queue_seconds", "Time in the queue")
+        self._first = histogram("first_token_seconds", "Time from the request to its first text")
+        self._took = histogram("request_seconds", "Time from the request to the end of its answer")
         self._per_token = histogram("token_seconds", "Time per token after the prompt", _TOKEN_SECONDS)
         self._sessions = gauge("sessions_kept", "Sessions of earlier requests that are kept")
         self._bytes = gauge("sessions_bytes", "Bytes of the kept sessions' states")
@@ -56,12 +57,8 @@ class Metrics:
         self._prompt.labels("kept").inc(max(result.prompt_tokens - 1 - stats.prefilled, 0))
         self._tokens.inc(len(result.tokens))
         self._cycles.inc(stats.cycles)
-        for counter, counts in (
-            (self._offered, stats.offered),
-            (self._reached, stats.reached),
-            (self._accepted, stats.accepted),
-        ):
-            for position, count in enumerate(counts):
+        for name, counter in self._drafts.items():
+            for position, count in enumerate(getattr(stats, name)):
                 counter.labels(str(position)).inc(count)
         self._queued.observe(queued)
         self._first.observe(first)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import attrs
+
 from specdec.contract import CycleRecord
 from specdec.decoding.origins import Origins
 from specdec.decoding.parts import Parts
@@ -82,14 +84,7 @@ class PageCycles:
         """A cycle; ``logprobs`` are those of its tokens, or none."""
         tokens = []
         for place, one in enumerate(self._origins.add(record)):
-            shown: dict[str, Any] = {
-                "token": one.token,
-                "text": one.text,
-                "origin": one.origin,
-                "position": one.position,
-                "guess_text": one.guess_text,
-                "piece": self._piece(one.token),
-            }
+            shown: dict[str, Any] = {**attrs.asdict(one), "piece": self._piece(one.token)}
             if one.token in self._tokenizer.special_ids:
                 shown["special"] = True  # the page names it, because it has no text
             if place < len(logprobs):

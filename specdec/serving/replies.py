@@ -189,20 +189,12 @@ class Reply:
 
 def _speculation(result: Result) -> Mapping[str, Any]:
     """What specdec adds: how the answer was made, and what it promises."""
-    stats = result.stats
+    stats = result.stats.to_dict()
+    counted = ("cycles", "offered", "reached", "accepted", "tokens_per_second", "seconds", "speculation")
     return {
-        "finish_reason": result.finish_reason,
+        **{name: getattr(result, name) for name in ("finish_reason", "guarantee", "parity", "notices")},
         "seed": result.generation.seed,
-        "guarantee": result.guarantee,
-        "parity": result.parity,
-        "cycles": stats.cycles,
-        "drafted_tokens": sum(stats.offered),
-        "accepted_tokens": sum(stats.accepted),
-        "offered": stats.offered,
-        "reached": stats.reached,
-        "accepted": stats.accepted,
-        "tokens_per_second": stats.tokens_per_second,
-        "seconds": stats.seconds,
-        "speculation": stats.speculation(),
-        "notices": result.notices,
+        "drafted_tokens": sum(result.stats.offered),
+        "accepted_tokens": sum(result.stats.accepted),
+        **{name: stats[name] for name in counted},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from specdec.config import Choice
 from specdec.decoding.parts import Parts, make_sampling, override_generation
-from specdec.errors import SpecdecError, did_you_mean, shown
+from specdec.errors import did_you_mean, shown
 from specdec.files.reading import parse_json
 from specdec.policies.fixed import MAX_DEPTH
 from specdec.serving.refusal import Refusal
@@ -21,7 +21,6 @@ from specdec.serving.tools import call_grammar, render_with_tools
 from specdec.text.chat_template import OWN_VARIABLES
 
 R = TypeVar("R", bound="Body")
-T = TypeVar("T")
 
 _JSON_WORDS = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")  # pydantic's name our classes
 Item = TypeVar("Item")
@@ -378,12 +377,8 @@ def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises: Refusal."""
     try:
         data = parse_json(body)  # nesting, digits and repeated keys are checked before anything reads the values
-    except UnicodeDecodeError:
-        raise Refusal(400, "the body is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
     except ValueError as error:
-        raise Refusal(400, f"the body cannot be read: {error}") from None
+        raise Refusal(400, f"the body cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise Refusal(400, f"the body takes a JSON object, got {shown(data, 60)}")
     return data
@@ -425,27 +420,19 @@ def prepared(request: Request, lm: Parts, most_prompt: int | None, most_tokens: 
         most_prompt: tokens of the prompt; None for what the model takes.
         most_tokens: that the answer may have; a request for more gets as many.
 
-    Raises: Refusal.
+    Raises: Refusal; SpecdecError.
     """
-    prompt, text = or_refusal(lambda: request.prompt_of(lm))
+    prompt, text = request.prompt_of(lm)
     most = min(most_prompt or lm.capacity, lm.capacity - 1)
     if len(prompt) > most:
         raise Refusal(
             400, f"the prompt has {len(prompt)} tokens, and at most {most} fit", code="context_length_exceeded"
         )
     settings = request.settings(text, most_tokens)
-    generation = or_refusal(lambda: override_generation(lm.config.generation, settings))
-    or_refusal(lambda: make_sampling(lm, generation, generated_from=len(prompt)))
+    generation = override_generation(lm.config.generation, settings)
+    make_sampling(lm, generation, generated_from=len(prompt))
     if request.speculation is not None:
         settings["depth"] = request.speculation.depth
     if request.prediction is not None:
         settings["prediction"] = _text(request.prediction.content)
     return Prepared(prompt=prompt, settings=settings, thinking=text.rstrip().endswith("<think>"))
-
-
-def or_refusal(call: Callable[[], T]) -> T:
-    """What ``call`` returns. Raises: Refusal for an error of specdec's."""
-    try:
-        return call()
-    except SpecdecError as error:
-        raise Refusal.of(error) from None

@@ -11,7 +11,7 @@ import attrs
 
 from specdec.checkpoints import read_json
 from specdec.errors import CheckpointError, PromptError, shown
-from specdec.files.reading import read_text
+from specdec.files.reading import read_text, why
 
 OWN_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})  # of a conversation, whoever renders it
 SOURCE_LIMIT = 2**18  # characters of a template; the longest of a released model has 20,000
@@ -73,7 +73,6 @@ def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
             try:
                 source = read_text(file)
             except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise CheckpointError(f"{file.name} cannot be read: {reason}", file=file) from error
+                raise CheckpointError(f"{file.name} cannot be read: {why(error)}", file=file) from error
             add("default" if file.name == "chat_template.jinja" else file.stem, source, file)
     return templates

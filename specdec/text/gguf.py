@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,47 +29,25 @@ _WORDS = (
 )
 
 
-def _by_words(digits: str, *, marks: bool = False) -> Callable[[], pre_tokenizers.PreTokenizer]:
+def _by_words(digits: str, *, marks: bool = False) -> str:
     """Words with their leading space, numbers of so many ``digits``, punctuation, and white space."""
     words = _WORDS.replace("{letters}", r"[\p{L}\p{M}]" if marks else r"\p{L}").replace("{digits}", digits)
-    if marks:
-        words = words.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-    return lambda: _split(words)
+    return words.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]") if marks else words
 
 
-def _by_case(digits: str, endings: str = "") -> Callable[[], pre_tokenizers.PreTokenizer]:
+def _by_case(digits: str, endings: str = "") -> str:
     """As ``_by_words``, but a capital letter after a small one begins a word, which may have one of the ``endings``."""
     lead, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = f"{lead}{upper}*{lower}+{endings}|{lead}{upper}+{lower}*{endings}"
-    return lambda: _split(rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-def _split(words: str) -> pre_tokenizers.PreTokenizer:
-    """The bytes of every match."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _digits_first() -> pre_tokenizers.PreTokenizer:
-    """Every digit by itself, then GPT-2's words."""
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @attrs.frozen
 class _Rules:
     """What the name of a pre-tokenizer stands for."""
 
-    split: Callable[[], pre_tokenizers.PreTokenizer]
+    words: str = ""  # an expression: each match is a word, and what lies between two is one; empty: as GPT-2's
+    digits: bool = False  # every digit is one first
     whole_words: bool = False  # a word in the vocabulary is one token, whatever the merges say
     composed: bool = False  # the original composes accents first (NFC), which a file does not say
     begins: bool = False  # texts begin with the bos token where the file does not say
@@ -81,10 +59,10 @@ _RULES: Mapping[str, _Rules] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Rules(_by_words("{1,3}"), whole_words=True, begins=True)),
     "glm4": _Rules(_by_words("{1,3}"), whole_words=True),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _Rules(_by_words("{1,3}"))),
-    "smollm": _Rules(_digits_first),
+    "smollm": _Rules(digits=True),
     "gpt-4o": _Rules(_by_case("{1,3}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")),
     "tekken": _Rules(_by_case(""), whole_words=True, begins=True),
-    **dict.fromkeys(("gpt-2", "default"), _Rules(_gpt2)),
+    **dict.fromkeys(("gpt-2", "default"), _Rules()),
 }
 
 
@@ -141,7 +119,11 @@ def _byte_level(
     core = _bpe(file, tokens, kinds, pairs, ignore_merges=rules.whole_words)
     if rules.composed:
         core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = rules.split()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    steps += [pre_tokenizers.Digits(individual_digits=True)] if rules.digits else []
+    steps += [pre_tokenizers.Split(Regex(rules.words), "isolated")] if rules.words else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.words))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
     core.decoder = decoders.ByteLevel()
     return core, rules.begins
 

@@ -20,7 +20,7 @@ from specdec.checkpoints import Checkpoint, read_json, text_config
 from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
 from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
-from specdec.files.reading import parse_json, read_text
+from specdec.files.reading import parse_json, read_text, why
 from specdec.text.chat_template import ChatTemplate, read_chat_templates, template_variables
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Tokenizer:
             core = guarded(lambda: tokenizers.Tokenizer.from_str(text))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"tokenizer.json cannot be read: {getattr(error, 'strerror', None) or error}",
+                f"tokenizer.json cannot be read: {why(error)}",
                 file=file,
                 try_="download it again, or a newer `tokenizers`",
             ) from error

@@ -93,7 +93,9 @@ def test_where_a_prompt_comes_from(invoke, demo, asked, tmp_path, monkeypatch, o
     assert invoke("generate", "--prompt", "x", "-n", 2, "--prediction", "file").exit_code == 0
     assert asked[-1].prediction == "schön\n"
     assert "cannot read 'none'" in invoke("generate", "--prompt", "x", "--prediction", "none").stderr
-    assert "standard input is not UTF-8: byte 0xff at offset 0" in invoke("generate", stdin=b"\xff").stderr
+    assert (
+        "cannot read standard input: it is not UTF-8: byte 0xff at offset 0" in invoke("generate", stdin=b"\xff").stderr
+    )
 
 
 @pytest.mark.usefixtures("loaded_once")

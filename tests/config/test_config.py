@@ -105,7 +105,11 @@ def test_an_override_is_toml_or_a_bare_word(text, value):
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(b"[target", "is not TOML"), (b"\xff\xfe", "is not UTF-8: byte 0xff at offset 0"), (None, "cannot read")],
+    [
+        (b"[target", "cannot be read as TOML"),
+        (b"\xff\xfe", "is not UTF-8: byte 0xff at offset 0"),
+        (None, "No such file"),
+    ],
 )
 def test_a_file_that_is_no_toml_says_so(tmp_path, content, text):
     path = tmp_path / "run.toml"

@@ -63,7 +63,7 @@ def test_damaged_files_are_refused(change, said, tmp_path):
 def test_other_files_are_refused(content, tmp_path):
     file = tmp_path / "v.json"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"is not JSON|different kind"):
+    with pytest.raises(ConfigError, match=r"cannot be read as JSON|different kind"):
         DraftVocabulary.read(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         DraftVocabulary.read(tmp_path)

@@ -33,7 +33,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path):
     ]:
         with pytest.raises(OSError, match=what):
             read_bytes(path)
-        with pytest.raises(ConfigError, match="cannot read"):
+        with pytest.raises(ConfigError, match="cannot be read"):
             specdec.load_config(path)
 
 

@@ -264,7 +264,7 @@ def choice(**changes):
         (choice(lists={"tokens": []}), "different lengths"),
         (choice(lists={"tokens": [], "token_logprobs": [], "top_logprobs": []}), "text and no log-probabilities"),
         (choice(lists={"top_logprobs": None}), "no log-probabilities of other tokens"),
-        (choice(lists={"tokens": [3]}), "tokens as text"),
+        (choice(lists={"tokens": [3]}), "'token' takes text"),
         (choice(lists={"token_logprobs": [0.5]}), "numbers up to 0, got 0.5"),
     ],
 )

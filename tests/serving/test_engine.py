@@ -1,6 +1,7 @@
 """The engine's thread: which requests it takes, and when it sends text."""
 
 import asyncio
+import contextlib
 import types
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_request_is_refused_while_its_tokens_do_not_fit_memory(lm, ready, monk
     least = 8 * state.nbytes() / state.capacity / engine.MEMORY_SHARE
 
     async def answer(made):
-        with made.turn(streamed=False) as turn:
+        with contextlib.closing(made.turn(streamed=False)) as turn:
             made.start(turn, ready)
             return await turn.next(), await turn.next()  # the engine's thread looks at no clock after the result
 
@@ -44,7 +45,7 @@ def test_a_request_is_refused_while_its_tokens_do_not_fit_memory(lm, ready, monk
 def test_a_state_that_does_not_fit_memory_is_refused_likewise(lm, ready, monkeypatch):
     async def answer():
         made = Engine(lm, Metrics(), most_waiting=0, parallel=1, kept_bytes=0)
-        with made.turn(streamed=False) as turn:
+        with contextlib.closing(made.turn(streamed=False)) as turn:
             made.start(turn, ready)
             await turn.next()
 

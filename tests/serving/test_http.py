@@ -63,12 +63,15 @@ def schema(data):
         ({**ASK, "response_format": "json"}, "response_format: Input should be an object, got 'json'"),
         ({**ASK, "chat_template_kwargs": []}, "chat_template_kwargs: Input should be an object, got []"),
         ("[1, 2]", "the body takes a JSON object, got [1, 2]"),
-        ('{"messages": NaN', "the body is not JSON: "),
+        ('{"messages": NaN', "the body cannot be read as JSON: "),
         ('{"model": "a", "model": "b"}', "it has the key 'model' twice"),
-        ("[" * 10_000, "the body cannot be read: it is nested"),
+        ("[" * 10_000, "the body cannot be read as JSON: it is nested"),
         ('{"seed": ' + "9" * 5000 + "}", "digits"),
-        (r'{"prompt": "\ud800"}', "the body cannot be read: a text in it has half of a surrogate pair (\\ud800)"),
-        (b"\xff\xfe{}", "the body is not"),
+        (
+            r'{"prompt": "\ud800"}',
+            "the body cannot be read as JSON: a text in it has half of a surrogate pair (\\ud800)",
+        ),
+        (b"\xff\xfe{}", "the body cannot be read as JSON: "),
     ],
 )
 def test_a_mistake_is_named(server, data, message):
