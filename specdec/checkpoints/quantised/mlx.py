@@ -14,14 +14,12 @@ Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, Format, unpack
+from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.fp4 import Fp4Coding
 from specdec.checkpoints.quantised.fp8 import Fp8Coding
 from specdec.checkpoints.quantised.hints import Hints
@@ -38,10 +36,6 @@ class AffineCoding(Coding):
     """Unsigned codes, scales and biases."""
 
     largest: ClassVar[float] = 255.0
-
-    @property
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return functools.partial(unpack, bits=self.bits)
 
     @property
     def meanings(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 
-from specdec.checkpoints.quantised.packed import unpack_signed
+from specdec.checkpoints.quantised.packed import signed
 from specdec.checkpoints.quantised.stored import StoredMatrix
 
 BITS = {"int8": 8, "int4": 4}  # by the value of target.weights
@@ -36,10 +36,9 @@ def rounded(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> StoredMatrix
         format="int",
         shape=(rows, columns),
         parts={"codes": codes, "scale": scales},
-        meta={"block_rows": 1, "block_columns": GROUP, "group": GROUP, "bits": bits},
+        meta={"block_rows": 1, "block_columns": GROUP, "bits": bits},
         dtype=dtype,
-        values=torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.float32),
-        numbers=lambda raw: unpack_signed(raw.view(torch.int32), bits),
+        values=signed(bits),
     )
 
 
