@@ -116,7 +116,7 @@ def prefill_chunks(
 ) -> Iterator[None]:
     """``prefill`` chunk by chunk: yields after each one. ``shared``: whether others wait for the next one."""
     tokens, end = sequence.tokens, len(sequence.tokens) - 1
-    least = min(PREFILL_CHUNK, SHARED_CHUNK if sequence.target.info.batch_rows >= SHARED_CHUNK else PREFILL_CHUNK)
+    least = SHARED_CHUNK if sequence.target.info.batch_rows >= SHARED_CHUNK else PREFILL_CHUNK
     while sequence.state.length < end:
         started, at = perf_counter(), sequence.state.length
         chunk = tokens[at : min(at + (least if shared() else PREFILL_CHUNK), end)]
