@@ -15,17 +15,6 @@ import attrs
 import torch
 from torch import Tensor
 
-PLAIN = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-
 
 @attrs.frozen
 class Unpacked:

@@ -20,8 +20,8 @@ import attrs
 import numpy as np
 import torch
 
-from specdec.checkpoints.gguf.blocks import BLOCKS, PLAIN
-from specdec.checkpoints.reader import StoredTensor
+from specdec.checkpoints.gguf.blocks import BLOCKS
+from specdec.checkpoints.reader import DTYPES, StoredTensor
 from specdec.errors import CheckpointError, shown
 from specdec.files.reading import open_file
 
@@ -55,7 +55,7 @@ class GgufTensor(StoredTensor):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return PLAIN.get(self.dtype, torch.uint8)
+        return DTYPES.get(self.dtype, torch.uint8)
 
     def open(self) -> torch.Tensor:
         """All bytes of the file, mapped and private."""
@@ -223,7 +223,7 @@ class _Parser:
                 f"is truncated: the tensor {shown(name)} ends at {start + offset + size}, the file at {self.size}",
                 try_="download it again",
             )
-        stored = shape if block.name in PLAIN else (*shape[:-1], shape[-1] // block.values * block.bytes)
+        stored = (*shape[:-1], shape[-1] // block.values * block.bytes) if block.group else shape
         return GgufTensor(self.path, block.name, stored, start + offset, start + offset + size)
 
     def _check_apart(self, tensors: Mapping[str, GgufTensor]) -> None:
