@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,32 +84,22 @@ class DecoderModel:
         return self.ops.softcap(logits, self.logit_cap) if self.logit_cap else logits
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class SequenceState(State):
     """The caches of one sequence: one per layer that has one, and the MTP head's if ``needs`` asks for it."""
 
-    def __init__(
-        self,
-        capacity: int,
-        needs: Needs,
-        caches: list[Cache],
-        mtp: Cache | None,
-        target: Pass,
-        head: Pass | None,
-        boundaries: tuple[int, ...],
-        later: LaterModules | None = None,
-    ) -> None:
-        self.needs = needs
-        self.pairs = None if mtp is None else MtpPairs()
-        self.caches = caches
-        self.mtp = mtp  # true pairs; chained entries follow them until the next true pair
-        self.target_pass = target
-        self.prefill_pass = target  # or one whose output nobody reads
-        self.mtp_pass = head
-        self.later = later  # None for a head of one module
-        self.boundaries = boundaries  # whose states the target's passes return beside the one after the final norm
-        # of an uncommitted decode: tokens, result, and the states after the final norm in it
-        self.decoded: tuple[Sequence[int], Array, Array] | None = None
-        self._capacity = capacity
+    _capacity: int
+    needs: Needs
+    caches: list[Cache]
+    mtp: Cache | None  # true pairs; chained entries follow them until the next true pair
+    target_pass: Pass
+    mtp_pass: Pass | None
+    boundaries: tuple[int, ...]  # whose states the target's passes return beside the one after the final norm
+    later: LaterModules | None  # None for a head of one module
+    prefill_pass: Pass  # ``target_pass``, or one whose output nobody reads
+    pairs: MtpPairs | None
+    # of an uncommitted decode: tokens, result, and the states after the final norm in it
+    decoded: tuple[Sequence[int], Array, Array] | None = None
 
     @property
     def length(self) -> int:
@@ -254,11 +245,12 @@ class CausalLM(ForwardPass):
         passes = [passes.bind([cache]) for passes, cache in zip(self._mtp_passes, heads, strict=False)]
         mtp, head = (heads[0], passes[0]) if heads else (None, None)
         later = LaterModules(passes[1:], heads[1:]) if heads[1:] else None
-        state = SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later)
+        prefill: Pass = target
         if self.model.shared and not (needs.hidden or needs.mtp):  # nobody reads what layers without a cache put out
             filling = attrs.evolve(self.model, layers=self.model.layers[: len(caches)], shared=())
-            state.prefill_pass = EagerPass(functools.partial(_run_layers, filling, ()), caches)
-        return state
+            prefill = EagerPass(functools.partial(_run_layers, filling, ()), caches)
+        pairs = MtpPairs() if heads else None
+        return SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later, prefill, pairs)
 
     def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
         free = self.ops.free_bytes()
@@ -525,14 +517,14 @@ class CausalLM(ForwardPass):
         results: dict[int, Any] = {}
         outputs: dict[int, ForwardOutput | None] = dict.fromkeys(range(len(drafts)))
         while outputs:
-            steps: dict[int, _MtpStep] = {}
+            steps: dict[int, tuple[Any, ...]] = {}
             for number, output in outputs.items():
                 head = drafts[number].head
                 try:
                     tokens, hidden, provisional = work[number].send(output)
                     self._check_pairs(tokens, hidden)
                     rows = None if head is None else self._own_head(head).rows[0]
-                    steps[number] = _MtpStep(_own(drafts[number].state), tokens, hidden, provisional, rows)
+                    steps[number] = _own(drafts[number].state), tokens, hidden, provisional, rows
                 except StopIteration as end:
                     results[number] = end.value
                 except Exception as error:  # noqa: BLE001 - it ends this draft, not the others
@@ -546,39 +538,40 @@ class CausalLM(ForwardPass):
                 results |= dict.fromkeys(steps, error)
         return [results[number] for number in range(len(drafts))]
 
-    def _decode_mtp_shared(self, steps: Sequence[_MtpStep]) -> list[ForwardOutput]:
-        """``decode_mtp`` for several states, as one pass; gives the last hidden state only."""
-        passes: list[Any] = [step.state.mtp_pass for step in steps]
-        for step in steps:
-            if not step.provisional:
-                step.cache.truncate(step.pairs.fed)
-        tokens, (hidden, *others) = [step.tokens for step in steps], [step.hidden for step in steps]
+    def _decode_mtp_shared(self, steps: Sequence[tuple[Any, ...]]) -> list[ForwardOutput]:
+        """``decode_mtp`` for several states, as one pass; gives the last hidden state only.
+
+        A step has the state, its tokens and hidden states, whether it is provisional, and the rows of a pruned head.
+        """
+        states, tokens, (hidden, *others), provisional, heads = zip(*steps, strict=True)
+        true = [state for state, chained in zip(states, provisional, strict=True) if not chained]
+        for state in true:
+            state.mtp.truncate(state.pairs.fed)
+        first, *further = (state.mtp_pass for state in states)
         joined = self.ops.array(hidden.join(others) if others else hidden)
-        x = passes[0].run_batch(passes[1:], tokens, joined) if others else passes[0].run(tokens[0], joined)
-        end, rows = 0, []
-        for step, bound in zip(steps, passes, strict=True):
-            bound.commit(len(step.tokens))
-            if not step.provisional:
-                step.pairs.fed = step.cache.length
-            end += len(step.tokens)
-            rows.append(x[end - 1 : end])
-        logits = self._mtp_logits(rows, [step.head for step in steps])
+        x = first.run_batch(further, tokens, joined) if further else first.run(tokens[0], joined)
+        ends = list(itertools.accumulate(map(len, tokens)))
+        for state, own in zip(states, tokens, strict=True):
+            state.mtp_pass.commit(len(own))
+        for state in true:
+            state.pairs.fed = state.mtp.length
+        rows = [x[end - 1 : end] for end in ends]
         return [
-            ForwardOutput(rows=len(step.tokens), logits=own, hidden=self.ops.hidden(row))
-            for step, row, own in zip(steps, rows, logits, strict=True)
+            ForwardOutput(rows=len(own), logits=logits, hidden=self.ops.hidden(row))
+            for own, row, logits in zip(tokens, rows, self._mtp_logits(rows, heads), strict=True)
         ]
 
-    def _mtp_logits(self, rows: Sequence[Array], heads: Sequence[HeadRows | None]) -> Sequence[Logits]:
+    def _mtp_logits(self, rows: Sequence[Array], heads: Iterable[HeadRows | None]) -> Sequence[Logits]:
         """The logits of each of ``rows`` ``[1, H]``, by the full head or by rows of it."""
-        full = [number for number, head in enumerate(heads) if head is None]
-        pruned = [(number, head) for number, head in enumerate(heads) if head is not None]
+        pruned = {number: head for number, head in enumerate(heads) if head is not None}
+        full = [number for number in range(len(rows)) if number not in pruned]
         found: dict[int, Logits] = {}
         if full:
             logits: Any = self.ops.head(self._joined(rows[number] for number in full), self._lm_head_of(0))
             found |= {number: logits[at : at + 1] for at, number in enumerate(full)}
         if pruned:
-            x = self._joined(rows[number] for number, _ in pruned)
-            found |= zip((n for n, _ in pruned), self.ops.pruned_heads(x, [head for _, head in pruned]), strict=True)
+            x = self._joined(rows[number] for number in pruned)
+            found |= zip(pruned, self.ops.pruned_heads(x, list(pruned.values())), strict=True)
         return [found[number] for number in range(len(rows))]
 
     def _joined(self, rows: Iterable[Array]) -> Array:
@@ -726,27 +719,6 @@ class CausalLM(ForwardPass):
             got, takes = (f"{list(one.shape)} {one.dtype}" for one in (array, like))
             raise ShapeError("the last hidden state does not fit", got=got, takes=takes)
         return self.ops.hidden(array)
-
-
-@attrs.frozen(eq=False)
-class _MtpStep:
-    """The arguments of ``decode_mtp`` for one of several states."""
-
-    state: SequenceState
-    tokens: Sequence[int]
-    hidden: Hidden
-    provisional: bool
-    head: HeadRows | None
-
-    @property
-    def cache(self) -> Cache:
-        assert self.state.mtp is not None
-        return self.state.mtp
-
-    @property
-    def pairs(self) -> MtpPairs:
-        assert self.state.pairs is not None
-        return self.state.pairs
 
 
 def _always(length: int) -> bool:
