@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar
 
 import attrs
 import torch
@@ -32,7 +30,7 @@ class Format:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Coding(ABC):
+class Coding:
     """One weight in one format: ``value = (code - offset) * scale + bias``.
 
     Each step is computed in float32; the result is rounded once to the requested dtype.
@@ -44,7 +42,7 @@ class Coding(ABC):
         grid: the layout of the scales.
         bits: bits per code.
         role: role of the scale tensor in ``parts``.
-        largest: bound of ``|code - offset|``.
+        meanings: the number that each code stands for: float32 ``[2 ** bits]``.
     """
 
     parts: Parts
@@ -52,13 +50,8 @@ class Coding(ABC):
     shape: tuple[int, ...]
     grid: Grid
     bits: int
+    meanings: torch.Tensor
     role: str = "scale"
-    largest: ClassVar[float]
-
-    @property
-    @abstractmethod
-    def meanings(self) -> torch.Tensor:
-        """The number that each code stands for: float32 ``[2 ** bits]``."""
 
     def scales(self) -> torch.Tensor:
         """All scales combined: float32 ``[M or 1, A, B]``, as ``grid``. Raises: CheckpointError for bad values."""
@@ -125,15 +118,12 @@ class Coding(ABC):
         Reads every scale, and every code if a code can be NaN. Does not keep the decoded weight.
         Raises: CheckpointError naming the tensor if a scale is NaN, infinite or negative (MLX's affine ones may be).
         """
-        scales, biases = self.scales(), self.biases()
-        self.offsets()
+        scales, biases, offsets = self.scales(), self.biases(), self.offsets()
         self.order()
         if self.has_nan():
             return False, False
         # exact and cheap: decodes only if the largest scale and code together would overflow
-        highest = float(scales.abs().max()) * self.largest if scales.numel() else 0.0
-        if biases is not None and biases.numel():
-            highest += float(biases.abs().max())
+        highest = _largest(scales) * (_largest(self.meanings.nan_to_num()) + _largest(offsets)) + _largest(biases)
         if highest > torch.finfo(torch.bfloat16).max:
             for _, _, values in self.values():
                 if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
@@ -175,6 +165,10 @@ class Coding(ABC):
         row = torch.arange(start, stop)
         matrix = row // rows if grid.shape[0] > 1 else torch.zeros_like(row)
         return grid[matrix, row % rows // self.grid.rows]
+
+
+def _largest(numbers: torch.Tensor | None) -> float:
+    return 0.0 if numbers is None or not numbers.numel() else float(numbers.abs().max())
 
 
 def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

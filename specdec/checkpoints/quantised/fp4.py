@@ -12,7 +12,6 @@ Source of e2m1 and of MXFP4: OCP Microscaling Formats v1.0, sections 5.3.3 and 5
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -31,7 +30,7 @@ class Fp4Coding(Coding):
     """Pairs of e2m1 codes times one combined scale."""
 
     bits: int = 4
-    largest: ClassVar[float] = 6.0
+    meanings: torch.Tensor = E2M1
 
     def scales(self) -> torch.Tensor:
         scales = super().scales()  # the second scale is per tensor or per matrix
@@ -40,10 +39,6 @@ class Fp4Coding(Coding):
         if "global_scale" in self.parts.roles:
             return scales / load_scales(self.parts, "global_scale", zero=False).reshape(-1, 1, 1)
         return scales
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        return E2M1
 
     @property
     def kept_as(self) -> str:

@@ -10,8 +10,6 @@ Source of e4m3fn: Micikevicius et al. 2022, arXiv:2209.05433, table 1 (bias 7, l
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 
@@ -30,11 +28,7 @@ class Fp8Coding(Coding):
     """e4m3 codes times one scale."""
 
     bits: int = 8
-    largest: ClassVar[float] = 448.0
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        return _E4M3
+    meanings: torch.Tensor = _E4M3
 
     @property
     def kept_as(self) -> str:

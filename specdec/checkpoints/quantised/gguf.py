@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.blocks import BY_NAME, Block, Unpacked
+from specdec.checkpoints.gguf.blocks import BY_NAME, Block
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
@@ -21,14 +21,8 @@ _SLAB = 2**19  # values unpacked per step
 class BlockCoding(Coding):
     """Rows of blocks."""
 
-    largest = 255.0
     block: Block
     columns: Callable[[torch.Tensor], torch.Tensor] | None  # as ``StoredTensor.columns``
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        assert self.block.numbers is not None
-        return self.block.numbers
 
     @property
     def kept_as(self) -> str:
@@ -46,9 +40,7 @@ class BlockCoding(Coding):
         step = max(1, _SLAB // self.shape[-1])
         for start in range(0, len(stored), step):
             some = slice(start, start + step)
-            for name, part in attrs.asdict(self._unpacked(stored[some]), recurse=False).items():
-                if part is None:
-                    continue
+            for name, part in self.block.unpack(stored[some].reshape(-1, self.block.bytes)).items():
                 part = part.reshape(len(stored[some]), -1)
                 if name not in parts:
                     parts[name] = part.new_empty(len(stored), part.shape[1])
@@ -68,10 +60,6 @@ class BlockCoding(Coding):
         elif any(int((blocks.view(torch.int16)[:, at // 2] & 0x7C00).max()) == 0x7C00 for at in self.block.floats):
             return False, False
         return True, self.all_zero()
-
-    def _unpacked(self, stored: torch.Tensor) -> Unpacked:
-        assert self.block.unpack is not None
-        return self.block.unpack(stored.reshape(-1, self.block.bytes))
 
     def _blocks(self, start: int, stop: int) -> torch.Tensor:
         """The stored bytes of rows ``start`` to ``stop`` of all matrices, one after another."""
@@ -94,6 +82,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
         shape=shape,
         grid=grid,
         bits=block.bits,
+        meanings=block.numbers,
         block=block,
         columns=parts.checkpoint.tensors[parts.codes].columns,
     )

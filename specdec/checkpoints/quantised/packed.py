@@ -10,7 +10,7 @@ of each column if groups are not consecutive.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
 
 import attrs
 import torch
@@ -32,6 +32,7 @@ from specdec.checkpoints.quantised.scales import (
 )
 from specdec.checkpoints.quantised.stored import numbers
 
+_INT8 = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
 _INDEX = ("I32", "I64")
 _BITS = (2, 4, 8)  # widths whose codes never cross a word
 
@@ -40,15 +41,7 @@ _BITS = (2, 4, 8)  # widths whose codes never cross a word
 class IntCoding(Coding):
     """Signed integers, offsets and scales."""
 
-    largest: ClassVar[float] = 383.0  # bound of |q - zero point|: -128 - 255, 8-bit numbers, one unsigned
-    packed_codes: bool  # packed in words; otherwise one int8 each
     packed_offsets: bool
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        if not self.packed_codes:
-            return torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
-        return signed(self.bits)
 
     @property
     def kept_as(self) -> str:
@@ -87,6 +80,7 @@ class IntCoding(Coding):
         return index
 
 
+@functools.cache
 def signed(bits: int) -> torch.Tensor:
     """What codes stand for that are stored plus ``2^(bits-1)``."""
     return torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.float32)
@@ -115,7 +109,7 @@ def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int, *, pa
         shape=shape,
         grid=grid,
         bits=bits,
-        packed_codes=packed,
+        meanings=signed(bits) if packed else _INT8,
         packed_offsets=_packed_offsets(parts, shape, grid, bits if packed else 0),
     )
 
