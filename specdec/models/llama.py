@@ -21,12 +21,11 @@ from typing import Any
 import attrs
 
 from specdec.contract import ModelSpec
-from specdec.errors import CheckpointError, shown
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape
 from specdec.models.family import DecoderConfig, LayerNames, build_decoder
-from specdec.models.fields import MOST_LAYERS, Fields
+from specdec.models.fields import MOST_LAYERS, Fields, wrong
 from specdec.models.moe import MoeShape
 
 OLMO2_NAMES = LayerNames(
@@ -91,7 +90,7 @@ def parse_smollm3(config: Mapping[str, Any]) -> DecoderConfig:
     if rotated is None:
         rotated = [int((i + 1) % interval != 0) for i in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers or any(one not in (0, 1) for one in rotated):
-        raise CheckpointError(f"config.json: 'no_rope_layers' takes 0 or 1 for every layer, got {shown(rotated)}")
+        raise wrong("no_rope_layers", "0 or 1 for every layer", rotated)
     return _parse(fields, theta=2e6, tied=True, unrotated=tuple(i for i in range(layers) if not rotated[i]))
 
 

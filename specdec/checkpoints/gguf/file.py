@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import attrs
 import numpy as np
@@ -44,8 +44,7 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 class GgufTensor(StoredTensor):
     """One tensor of a GGUF file. ``dtype`` is the file's type, ``shape`` that of the stored data.
 
-    The data of a block type are bytes: ``[..., rows, bytes of a row]``. ``start`` and ``stop`` count from the beginning
-    of the file.
+    The data of a block type are bytes: ``[..., rows, bytes of a row]``.
 
     Attributes:
         change: what undoes the converter's change of a tensor: called with the stored data. None for most.
@@ -73,9 +72,6 @@ class GgufTensor(StoredTensor):
                 f"{self.file.name} gives the tensor {name} the shape {list(self.shape)}, which its metadata contradict",
                 file=self.file,
             ) from error
-
-    def begin(self, stream: BinaryIO) -> int:
-        return self.start
 
     def read_rows(self, file: torch.Tensor, name: str, start: int, stop: int, axes: int) -> torch.Tensor:
         if self.change is None:

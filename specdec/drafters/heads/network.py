@@ -16,25 +16,10 @@ from specdec.backends.ops import Array, Cache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import P_EAGLE, HeadFiles
-from specdec.drafters.heads.layout import Geometry, Layout
+from specdec.drafters.heads.layout import Layout
 from specdec.models.causal_lm import Boundaries, Columns
 from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
-
-
-def attention(weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> Attention:
-    """Attention of a head's layer from the weights under ``self_attn.``, with the biases and norms that are there.
-
-    ``width`` is that of x; ``normed``: q/k norms must be there.
-    """
-    weights = weights.under("self_attn.")
-    shape = attrs.evolve(
-        geometry.attention,
-        biased="q_proj.bias" in weights,
-        biased_output="o_proj.bias" in weights,
-        normed="heads" if normed or "q_norm.weight" in weights else "",
-    )
-    return Attention.of(weights, geometry.hidden, shape, geometry.eps, width=width)
 
 
 def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1.0) -> RmsNorm:
@@ -71,11 +56,18 @@ class HeadLayer:
         """Build a layer from the head's weights, or record their names in a dry run."""
         g, layer, block = layout.geometry, weights.under(f"layers.{number}."), layout.block_size > 0
         paired, parallel = number == 0 and not block, layout.kind == P_EAGLE
+        attention = layer.under("self_attn.")
+        shape = attrs.evolve(  # biases and norms are as the tensors say
+            g.attention,
+            biased="q_proj.bias" in attention,
+            biased_output="o_proj.bias" in attention,
+            normed="heads" if block or "q_norm.weight" in attention else "",
+        )
         return cls(
             ops=weights.ops,
             input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
             hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if paired else None,
-            mixer=attention(layer, g, 2 * g.hidden if paired else g.hidden, normed=block),
+            mixer=Attention.of(attention, g.hidden, shape, g.eps, width=2 * g.hidden if paired else g.hidden),
             post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
             mlp=GatedMlp.of(layer.under("mlp."), g.hidden, g.intermediate),
             norm_before_residual=layout.norm_before_residual,
