@@ -179,8 +179,7 @@ def load(files: HeadFiles, layout: Layout, target: ForwardPass, build: Build) ->
     Returns: the network, what it computes with, and a fingerprint of the head.
     Raises: CheckpointError for a tensor that is missing, unused, of another shape or not finite.
     """
-    expected = expected_tensors(files, layout, build)
-    check_weights(files.checkpoint, expected).raise_for_errors()
+    check(files, layout, build)
     shared = target.shared_weights()
     ops = ops_for(shared, target)
     weights = Weights(ops, StoredWeights(files.checkpoint, keeps=ops.capabilities.packed_formats))
@@ -209,11 +208,8 @@ def load(files: HeadFiles, layout: Layout, target: ForwardPass, build: Build) ->
     return build(weights, layout), around, fingerprint(files.checkpoint)
 
 
-def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
-    """Names and shapes of all tensors that a head computes with, by a dry run.
-
-    Raises: CheckpointError for a tensor that is there and not among them.
-    """
+def check(files: HeadFiles, layout: Layout, build: Build) -> None:
+    """Check a head's tensors; a dry run says which it computes with. Raises: as ``load``."""
     ops: Any = NoOps()
     recorder = Recorder(ops, StoredWeights(files.checkpoint))
     build(recorder, layout)
@@ -223,4 +219,4 @@ def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
     if "lm_head.weight" in files:
         recorder.tensor("lm_head.weight", (layout.draft_vocab, layout.geometry.hidden))
     files.refuse_unused_tensors(recorder.tensors)
-    return recorder.tensors
+    check_weights(files.checkpoint, recorder.tensors).raise_for_errors()
