@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
@@ -12,9 +13,7 @@ from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, matrices
-from specdec.checkpoints.quantised.stored import RowParts
-
-_SLAB = 2**19  # values unpacked per step
+from specdec.checkpoints.quantised.stored import RowParts, row_slabs
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -37,9 +36,7 @@ class BlockCoding(Coding):
 
     def _parts(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         parts: dict[str, torch.Tensor] = {}
-        step = max(1, _SLAB // self.shape[-1])
-        for start in range(0, len(stored), step):
-            some = slice(start, start + step)
+        for some in itertools.starmap(slice, row_slabs(len(stored), self.shape[-1])):
             for name, part in self.block.unpack(stored[some].reshape(-1, self.block.bytes)).items():
                 part = part.reshape(len(stored[some]), -1)
                 if name not in parts:

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 
 from specdec.checkpoints.quantised.packed import signed
-from specdec.checkpoints.quantised.stored import StoredMatrix
+from specdec.checkpoints.quantised.stored import StoredMatrix, row_slabs
 
 BITS = {"int8": 8, "int4": 4}  # by the value of target.weights
 GROUP = 64
 COLUMNS = 8  # a matrix with another multiple of columns is not quantised: its rows would not be whole words
-_SLAB = 2**20  # values rounded per step
 
 
 def rounds(shape: tuple[int, ...]) -> bool:
@@ -28,9 +27,7 @@ def rounded(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> StoredMatrix
     rows, columns = weight.shape
     codes = torch.empty(rows, columns * bits // 8, dtype=torch.uint8)
     scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16)
-    step = max(1, _SLAB // columns)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    for start, stop in row_slabs(rows, columns):
         codes[start:stop], scales[start:stop] = _round(weight[start:stop], bits)
     return StoredMatrix(
         format="int",
