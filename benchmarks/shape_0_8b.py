@@ -149,7 +149,7 @@ def _bytes_read(target: Any) -> int:
             found[id(value)] = value
         elif attrs.has(type(value)):
             for field in attrs.fields(type(value)):
-                if field.name not in ("mtp", "mtp_lm_head"):
+                if field.name != "mtp":
                     visit(getattr(value, field.name))
         elif isinstance(value, tuple):
             for item in value:

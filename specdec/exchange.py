@@ -93,7 +93,7 @@ class MtpPairs:
         tokens, hidden = self._tokens, self._hidden[0].join(self._hidden[1:]) if self._hidden[1:] else self._hidden[0]
         self._tokens = []
         if pending is None:
-            self._hidden, self.waiting = [hidden[-1:]], 1
+            self._hidden, self.waiting = [hidden[-1:].join([])], 1  # a copy, so that a prompt's rows are freed
             return tokens, hidden[:-1]
         self._hidden, self.waiting = [], 0
         return [*tokens, pending], hidden

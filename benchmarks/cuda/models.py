@@ -101,13 +101,13 @@ def draft_body(model: Model, state: Any, pruned: PrunedHead | None, rows: int = 
     assert isinstance(last, CudaHidden)
     hidden = last.array.repeat(rows, 1)
     if pruned is None:
-        weights, names = (target._mtp_lm_head,), None
+        weights, names = (target._lm_head_of(0),), None
     else:
         rows_kept: Any = pruned.rows[0]
         weights, names = rows_kept.parts, rows_kept.part_ids[0]
 
     def body() -> object:
-        x = materialised(_run_mtp(target.model, caches, DeviceTokens(ids), hidden))
+        x = materialised(_run_mtp(target.model, 0, caches, DeviceTokens(ids), hidden))
         return choosing.best(products.logits(x[-1:], weights), names)
 
     return body

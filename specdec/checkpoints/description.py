@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from specdec.contract import FamilyConfig, ModelSpec
 
 _BLOCK = re.compile(r"\.experts\.|\.switch_mlp\.")
 _NO_SETTINGS = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")  # of generation_config.json
+_PARTS = {"embed_tokens": "embedding", "lm_head": "head"}  # by the first word of a name
 _OWN_HEAD = ("lm_head.weight", "shared_head.head.weight")
 _MODULES = (  # the first match in a name wins
     ("embed_tokens", "embedding"),
@@ -137,10 +139,10 @@ def describe_config(
     path: str, config: Mapping[str, Any], spec: ModelSpec, family: FamilyConfig, expected: Mapping[str, TensorSpec]
 ) -> CheckpointReport:
     """Describe a model from ``config.json`` alone; ``expected`` comes from a dry run."""
-    parameters: dict[str, int] = {}
+    parameters: Counter[str] = Counter()
     for name, tensor in expected.items():
-        part = tensor.group if tensor.group != "model" else _part(name)
-        parameters[part] = parameters.get(part, 0) + math.prod(tensor.shape)
+        part = _PARTS.get(name.split(".", 1)[0], "layers")
+        parameters[part if tensor.group == "model" else tensor.group] += math.prod(tensor.shape)
     per_token, fixed = family.state_bytes(2, mtp=any(tensor.group == "mtp" for tensor in expected.values()))
     fields: Any = family
     return CheckpointReport(
@@ -151,7 +153,7 @@ def describe_config(
         if attrs.has(type(fields))
         else vars(fields),
         weights_present=False,
-        parameters=parameters,
+        parameters=dict(parameters),
         mtp=_mtp([name for name, tensor in expected.items() if tensor.group == "mtp"], family),
         tied=family.tied,
         decode_step=_step(family, expected, {}),
@@ -179,11 +181,10 @@ def describe_foreign(
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
-    dtypes: dict[str, int] = {}
+    dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
-        dtype = tensor.dtype.lower()
-        dtypes[dtype] = dtypes.get(dtype, 0) + math.prod(tensor.shape)
-    return dtypes
+        dtypes[tensor.dtype.lower()] += math.prod(tensor.shape)
+    return dict(dtypes)
 
 
 def _by_module(formats: Mapping[str, TensorFormat], expected: Mapping[str, TensorSpec]) -> list[ModuleFormat]:
@@ -246,11 +247,6 @@ def _step(family: FamilyConfig, expected: Mapping[str, TensorSpec], formats: Map
         if any(found.quantised for found in formats.values())
         else {kind: round(size) for kind, size in lighter.items()},
     )
-
-
-def _part(name: str) -> str:
-    first = name.split(".", 1)[0]
-    return {"embed_tokens": "embedding", "lm_head": "head"}.get(first, "layers")
 
 
 def _mtp(present: list[str], family: FamilyConfig, path: Path | None = None, headless: str = "") -> str:

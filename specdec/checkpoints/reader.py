@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import attrs
 import torch
@@ -61,7 +61,7 @@ class StoredTensor:
     file: Path
     dtype: str  # as in the file: "BF16", "F8_E4M3", ..., also those that torch lacks ("F4")
     shape: tuple[int, ...]
-    start: int  # byte offset after the header
+    start: int  # byte offset in the file
     stop: int
     columns: Callable[[torch.Tensor], torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
 
@@ -96,7 +96,7 @@ class StoredTensor:
         buffer = torch.empty((stop - start) * width, dtype=torch.uint8, device="cpu")
         try:
             with open_file(self.file) as stream:
-                stream.seek(self.begin(stream) + start * width)
+                stream.seek(self.start + start * width)
                 view, got = memoryview(buffer.numpy().data), 0
                 while got < len(view):
                     count = stream.readinto(view[got:])
@@ -108,10 +108,6 @@ class StoredTensor:
         dtype = self.torch_dtype
         assert dtype is not None  # the caller has looked
         return buffer.view(dtype).view(stop - start, *self.shape[axes:])
-
-    def begin(self, stream: BinaryIO) -> int:
-        """Where it begins in its file."""
-        return 8 + int.from_bytes(stream.read(8), "little") + self.start
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """As ``Checkpoint.pieces``."""
@@ -400,23 +396,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
     assert isinstance(header, dict)  # it starts with "{"
     header.pop("__metadata__", None)
-    room = size - 8 - length
-    tensors = {name: _entry(file, name, entry) for name, entry in header.items()}
+    tensors = {name: _entry(file, 8 + length, name, entry) for name, entry in header.items()}
     last = max(tensors, key=lambda name: tensors[name].stop, default=None)
-    end = 0 if last is None else tensors[last].stop
-    if end != room:
-        wrong = "is truncated" if end > room else "is longer than its header says"
-        past = f"; the tensor {last} extends past its end" if end > room else ""
+    end = 8 + length if last is None else tensors[last].stop
+    if end != size:
+        wrong = "is truncated" if end > size else "is longer than its header says"
+        past = f"; the tensor {last} extends past its end" if end > size else ""
         raise CheckpointError(
-            f"{file.name} {wrong}: it should have {8 + length + end} bytes and has {size}{past}",
-            file=file,
-            try_="download it again",
+            f"{file.name} {wrong}: it should have {end} bytes and has {size}{past}", file=file, try_="download it again"
         )
     return tensors
 
 
-def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
-    """Validate one header entry."""
+def _entry(file: Path, begin: int, name: str, entry: Any) -> StoredTensor:
+    """Validate one header entry; the data begin at ``begin``."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         sound = isinstance(dtype, str) and len(shape) <= _MAX_AXES
@@ -432,7 +425,7 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
         raise CheckpointError(
             f"the header of {file.name} gives the tensor {name} ({dtype} {list(shape)}) {stop - start} bytes", file=file
         )
-    return StoredTensor(file, dtype, shape, start, stop)
+    return StoredTensor(file, dtype, shape, begin + start, begin + stop)
 
 
 def _foreign(file: Path, size: int, head: bytes) -> CheckpointError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -74,7 +74,7 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
     formats = formats_of(checkpoint)
     missing = [name for name in expected if name not in formats]
     unused = [name for name in formats if name not in expected]
-    misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    misshaped: list[str] = []
     refused: dict[str, CheckpointError] = {}
     all_zero: list[str] = []
     non_finite: list[str] = []
@@ -86,7 +86,7 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
         if error is not None:
             refused[name] = error
         elif not _same_shape(name, found.shape, spec.shape):
-            misshaped.append((name, found.shape, spec.shape))
+            misshaped.append(name)
         else:
             try:
                 finite, zero = _values(checkpoint, found, -spec.plus)
@@ -99,21 +99,22 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
                 all_zero.append(name)
 
     def errors_of(head: bool) -> list[CheckpointError]:
-        """The errors of the MTP head's tensors, or of all others."""
-        group = {name for name, spec in expected.items() if (spec.group == "mtp") == head}
+        """The errors of the MTP head's tensors, or of all others: one for each kind of finding."""
         findings = _Findings(checkpoint, formats, expected, head)
-        return [
-            *findings.unreadable([error for name, error in refused.items() if name in group]),
-            *findings.missing([name for name in missing if name in group], unused),
-            *findings.misshaped([entry for entry in misshaped if entry[0] in group]),
-            *findings.non_finite([name for name in non_finite if name in group]),
+        found: list[tuple[Iterable[str], Callable[[list[str]], CheckpointError]]] = [
+            (refused, lambda names: findings.unreadable([refused[name] for name in names])),
+            (missing, lambda names: findings.missing(names, unused)),
+            (misshaped, findings.misshaped),
+            (non_finite, findings.non_finite),
         ]
+        mine = [([name for name in names if (expected[name].group == "mtp") == head], error) for names, error in found]
+        return [error(names) for names, error in mine if names]
 
     contradictions = list(_unpacked(checkpoint, formats))
     return WeightCheck(
         missing=missing,
         unused=unused,
-        misshaped=misshaped,
+        misshaped=[(name, formats[name].shape, expected[name].shape) for name in misshaped],
         unreadable=[(name, formats[name].format, error.message) for name, error in refused.items()],
         all_zero=all_zero,
         non_finite=non_finite,
@@ -123,19 +124,17 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) ->
         notices=[
             *checkpoint.notices,
             *_counted(
-                [name for name in all_zero if len(expected[name].shape) > 1],
-                "1 tensor is all zero",
-                "tensors are all zero",
+                (n for n in all_zero if len(expected[n].shape) > 1), "tensor is all zero", "tensors are all zero"
             ),
             *_counted(
-                [name for name in all_zero if len(expected[name].shape) == 1],
-                "1 norm has a scale of 0, so that nothing passes",
+                (n for n in all_zero if len(expected[n].shape) == 1),
+                "norm has a scale of 0, so that nothing passes",
                 "norms have a scale of 0, so that nothing passes",
             ),
-            *_not_used((name for name in unused if name.startswith("mtp.")), "of an MTP head not used", 20),
-            *_not_used(name for name in unused if not name.startswith("mtp.")),
+            *_not_used((n for n in unused if n.startswith("mtp.")), "of an MTP head not used", 20),
+            *_not_used(n for n in unused if not n.startswith("mtp.")),
             *_not_used(
-                (name for name in formats.activation_scales if name not in expected),
+                (n for n in formats.activation_scales if n not in expected),
                 "with scales of activations or of the KV cache not used, on purpose: only weights are decoded",
             ),
         ],
@@ -230,28 +229,23 @@ class _Findings:
         files = (path, path / INDEX_FILE, path / SINGLE_FILE)  # a GGUF file, or what is in a folder
         return next((file for file in files if file.is_file()), files[-1])
 
-    def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
+    def unreadable(self, refused: list[CheckpointError]) -> CheckpointError:
         """The first refusal, with the number of others."""
         more = len(refused) - 1
-        if more < 1:
-            yield from refused
-            return
-        also = "1 more weight is refused" if more == 1 else f"{more} more weights are refused"
-        yield CheckpointError(refused[0].message, **refused[0].facts, also=also)  # a copy: formats keep the original
+        also = "1 more weight is refused" if more == 1 else f"{more} more weights are refused" if more else None
+        return CheckpointError(refused[0].message, **{**refused[0].facts, "also": also})  # formats keep the original
 
-    def missing(self, names: list[str], unused: list[str]) -> Iterator[CheckpointError]:
-        if names:
-            more = f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
-            cure = "a complete checkpoint whose tensors fit its config"
-            if (canonical := canonical_name(names[0])) != names[0]:
-                cure = f"{canonical} in the family's build: names are looked up without model. or language_model."
-            yield CheckpointError(
-                f"the tensor {names[0]} {list(self.expected[names[0]].shape)} is missing{more}",
-                file=self._source(),
-                nearest=self._nearest(names[0], unused),
-                quantised=quantisation(self.checkpoint.config),
-                try_=cure,
-            )
+    def missing(self, names: list[str], unused: list[str]) -> CheckpointError:
+        cure = "a complete checkpoint whose tensors fit its config"
+        if (canonical := canonical_name(names[0])) != names[0]:
+            cure = f"{canonical} in the family's build: names are looked up without model. or language_model."
+        return CheckpointError(
+            f"the tensor {names[0]} {list(self.expected[names[0]].shape)} is missing{_more(names)}",
+            file=self._source(),
+            nearest=self._nearest(names[0], unused),
+            quantised=quantisation(self.checkpoint.config),
+            try_=cure,
+        )
 
     def _nearest(self, name: str, unused: list[str]) -> str | None:
         """The existing tensor most like ``name``, preferring a similar unused one."""
@@ -264,38 +258,35 @@ class _Findings:
         original = self._original(match)
         return f"{match} {list(self.formats[match].shape)}{'' if original == match else f', stored as {original}'}"
 
-    def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
-        if not found:
-            return
+    def misshaped(self, names: list[str]) -> CheckpointError:
+        shapes = {name: (self.formats[name].shape, self.expected[name].shape) for name in names}
         # an MLX layout explains all other misfits
-        mlx = [entry for entry in found if len(entry[2]) > 1 and entry[1] == (entry[2][0], entry[2][-1], 1)]
-        name, got, wanted = (mlx or found)[0]
-        more = f" ({len(found)} tensors have other shapes)" if len(found) > 1 else ""
+        mlx = [name for name, (got, wanted) in shapes.items() if len(wanted) > 1 and got == (wanted[0], wanted[-1], 1)]
+        name = (mlx or names)[0]
+        got, wanted = map(list, shapes[name])
+        more = f" ({len(names)} tensors have other shapes)" if len(names) > 1 else ""
         cure = "config.json and weights of one and the same model"
         if mlx:
             cure = "the original checkpoint: this is MLX's layout, whose norms are changed too"
-        yield CheckpointError(
-            f"the tensor {self._original(name)} has the shape {list(got)}, config.json implies {list(wanted)}{more}",
+        return CheckpointError(
+            f"the tensor {self._original(name)} has the shape {got}, config.json implies {wanted}{more}",
             file=self._file(name),
             try_=cure,
         )
 
-    def non_finite(self, found: list[str]) -> Iterator[CheckpointError]:
-        if found:
-            also = f" (and {len(found) - 1} more: {listed(found[1:], _NAMED)})" if len(found) > 1 else ""
-            yield CheckpointError(
-                f"the tensor {self._original(found[0])}{also} holds NaN or infinity",
-                file=self._file(found[0]),
-                try_="download the file again; if that does not help, the checkpoint is broken",
-            )
+    def non_finite(self, names: list[str]) -> CheckpointError:
+        return CheckpointError(
+            f"the tensor {self._original(names[0])}{_more(names)} holds NaN or infinity",
+            file=self._file(names[0]),
+            try_="download the file again; if that does not help, the checkpoint is broken",
+        )
 
 
-def _counted(names: list[str], single: str, several: str) -> Iterator[str]:
-    if names:
-        yield f"{single if len(names) == 1 else f'{len(names)} {several}'}: {listed(names, _NAMED)}"
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
 
 
-def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:
+def _counted(names: Iterable[str], single: str, several: str, limit: int = _NAMED) -> Iterator[str]:
     """One sentence about some tensors; names that differ only in numbers share a pattern, ``layers.*.bias (24)``."""
     names = list(names)
     patterns: dict[str, list[str]] = {}
@@ -303,4 +294,8 @@ def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED)
         patterns.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
     if names:
         shown = [f"{pattern} ({len(same)})" if same[1:] else same[0] for pattern, same in patterns.items()]
-        yield f"{'1 tensor' if len(names) == 1 else f'{len(names)} tensors'} {what}: {listed(shown, limit)}"
+        yield f"{len(names)} {single if len(names) == 1 else several}: {listed(shown, limit)}"
+
+
+def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:
+    return _counted(names, f"tensor {what}", f"tensors {what}", limit)

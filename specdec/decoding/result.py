@@ -131,19 +131,9 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """The object that ``generate --json`` prints."""
         return {
-            "tokens": list(self.tokens),
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "guarantee": self.guarantee,
-            "parity": self.parity,
+            **attrs.asdict(self, recurse=False),
             "deviation": attrs.asdict(self.deviation),
             "stats": self.stats.to_dict(),
-            "notices": list(self.notices),
-            "prompt": list(self.prompt),
             "generation": RunConfig(generation=self.generation).to_dict()["generation"],
-            "fingerprint": self.fingerprint,
-            "device": self.device,
-            "weights": self.weights,
             "logprobs": None if self.logprobs is None else [attrs.asdict(entry) for entry in self.logprobs],
         }

@@ -11,7 +11,6 @@ import attrs
 
 from specdec.contract import Context, Drafter, ForwardPass, State, Stats, Verifier
 from specdec.decoding.result import RunStats, TokenLogprobs
-from specdec.errors import SpecdecError
 from specdec.logs import get_logger
 from specdec.registry import Kind, calling, reason
 
@@ -94,9 +93,7 @@ class LiveSequence:
             return otherwise
 
     def switch_off(self, method: str, error: Exception) -> None:
-        """Switch the drafter off. Raises: the error of a logits processor that it called, which decides the output."""
-        if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
-            raise error
+        """Switch the drafter off. Raises: as ``reason``."""
         self.failure = reason((Kind.DRAFTER, self.drafter_name), method, error)
         log.warning("drafter_switched_off", name=self.drafter_name, reason=self.failure)
 
@@ -116,7 +113,7 @@ def prefill_chunks(
 ) -> Iterator[None]:
     """``prefill`` chunk by chunk: yields after each one. ``shared``: whether others wait for the next one."""
     tokens, end = sequence.tokens, len(sequence.tokens) - 1
-    least = min(PREFILL_CHUNK, SHARED_CHUNK if sequence.target.info.batch_rows >= SHARED_CHUNK else PREFILL_CHUNK)
+    least = SHARED_CHUNK if sequence.target.info.batch_rows >= SHARED_CHUNK else PREFILL_CHUNK
     while sequence.state.length < end:
         started, at = perf_counter(), sequence.state.length
         chunk = tokens[at : min(at + (least if shared() else PREFILL_CHUNK), end)]

@@ -103,8 +103,9 @@ class _SecondModelDrafter(Drafter):
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
         tokens, stable = self._follow(context)
-        if self._readable(tokens, stable):
-            self._follower.prefill(tokens, stable)
+        end = stable + (tokens is context)  # the target's own tokens: none is pending here
+        if self._readable(tokens, end):
+            self._follower.prefill(tokens, end)
 
     def propose(self, context: Context, depth: int) -> Draft:
         return run_passes(self.drafting(context, depth))
@@ -129,11 +130,6 @@ class DraftModelDrafter(_SecondModelDrafter):
     """A draft model that uses the target's token ids."""
 
     tokenizers = "ids"
-
-    def prefill(self, context: Context, output: ForwardOutput) -> None:
-        tokens, stable = self._follow(context)
-        if self._readable(tokens, stable + 1):  # nothing is pending here
-            self._follower.prefill(tokens, stable + 1)
 
     def drafting(self, context: Context, depth: int) -> Passes[Draft]:
         tokens, stable = self._follow(context)

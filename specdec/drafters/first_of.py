@@ -37,7 +37,7 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, checked_draft, reason
+from specdec.registry import checked_draft, reason
 from specdec.registry.parts import DrafterPart
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
@@ -71,13 +71,13 @@ class _Member:
     accepted: int = 0  # tokens of those that stayed
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the drafter; None once it has failed. Raises: the error of a logits processor, as the engine does."""
+        """Call the drafter; None once it has failed. Raises: as ``reason``."""
         if self.failure:
             return None
         try:
             return getattr(self.drafter, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - the others go on
-            self._fail(method, error)
+            self.failure = reason(self.spec, method, error)
             return None
 
     def drafting(self, context: Context, depth: int, vocab_size: int) -> Passes[Draft]:
@@ -86,13 +86,8 @@ class _Member:
             draft = yield from self.drafter.drafting(context, depth)
             return checked_draft(draft, depth, vocab_size, context)[0]
         except Exception as error:  # noqa: BLE001 - the others go on
-            self._fail("propose", error)
+            self.failure = reason(self.spec, "propose", error)
             return EMPTY_DRAFT
-
-    def _fail(self, method: str, error: Exception) -> None:
-        if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
-            raise error
-        self.failure = reason(self.spec, method, error)
 
     def report(self) -> dict[str, Any]:
         """Its counters, what it reports itself, and why it was switched off."""

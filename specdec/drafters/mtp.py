@@ -45,8 +45,7 @@ class MtpDrafter(Drafter):
     def __init__(self, config: MtpConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
-        gated = config.min_confidence > 0 or config.min_margin > 0
-        self._gate = DraftGate(config.min_confidence, config.min_margin) if gated else None
+        self._gate = DraftGate(config.min_confidence, config.min_margin)
         self._choice: HeadChoice | None = None
         self._dead_ends = 0  # drafts that ended because sampling rules left no token of the vocabulary
         if env.shared is not None:
@@ -60,14 +59,16 @@ class MtpDrafter(Drafter):
         sampling, pairs = context.sampling, self._state.pairs
         draft = MtpDraft(self._target, self._state, [context[-1]], depth=depth, head=head)
         coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
-        if self._gate is None and coupled and not sampling.processors:  # the target can choose the tokens on its device
+        if (
+            not self._gate.enabled and coupled and not sampling.processors
+        ):  # the target can choose the tokens on its device
             known = pairs is not None and pairs.waiting > 0
             if sampling.temperature > 0 or not is_plain(sampling):
                 draft.choose = CoupledDraft(context)
             tokens = yield from draft
             self._dead_ends += known and len(tokens) < depth
             return Draft(tokens)
-        drawing = Drawing(self._gate or DraftGate(), context, reduced=head is not None)
+        drawing = Drawing(self._gate, context, reduced=head is not None)
         draft.choose = lambda logits, drafted: drawing.next(logits)
         yield from draft
         self._dead_ends += drawing.dead_end
@@ -78,7 +79,7 @@ class MtpDrafter(Drafter):
             self._choice.forget()
 
     def report(self) -> Mapping[str, Any]:
-        gate = {} if self._gate is None else self._gate.report()
+        gate = self._gate.report()
         return gate if self._choice is None else {**self._choice.report(), "dead_ends": self._dead_ends, **gate}
 
 

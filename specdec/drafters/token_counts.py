@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 10  # one block of text in this many is held out to measure coverage
 BLOCK = 256  # tokens of a block
+_ZEROS: Any = attrs.Factory(lambda counts: np.zeros(counts.vocab_size, dtype=np.int64), takes_self=True)
 SIZES = tuple(1024 * 2**i for i in range(8))  # whose coverage is reported: 1k to 128k
 
 
@@ -52,29 +53,20 @@ class TokenCounts:
     """
 
     vocab_size: int
-    counted: Counts = attrs.field(init=False)
-    held_out: Counts = attrs.field(init=False)
-    _filled: int = attrs.field(default=0, init=False)  # tokens so far: which block is next
-
-    def __attrs_post_init__(self) -> None:
-        self.counted = np.zeros(self.vocab_size, dtype=np.int64)
-        self.held_out = np.zeros(self.vocab_size, dtype=np.int64)
+    counted: Counts = attrs.field(init=False, default=_ZEROS)
+    held_out: Counts = attrs.field(init=False, default=_ZEROS)
+    total: int = attrs.field(init=False, default=0)  # tokens seen, which say what block is next
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the tokens of a document, or of the next part of one."""
         ids = np.asarray(tokens, dtype=np.int64)
         at = 0
         while at < len(ids):
-            end = min(len(ids), at + BLOCK - self._filled % BLOCK)
-            counts = self.held_out if self._filled // BLOCK % HELD_OUT == HELD_OUT - 1 else self.counted
+            end = min(len(ids), at + BLOCK - self.total % BLOCK)
+            counts = self.held_out if self.total // BLOCK % HELD_OUT == HELD_OUT - 1 else self.counted
             np.add.at(counts, ids[at:end], 1)
-            self._filled += end - at
+            self.total += end - at
             at = end
-
-    @property
-    def total(self) -> int:
-        """The number of tokens seen."""
-        return self._filled
 
     def ranking(self, always: Collection[int], known: int) -> NDArray[np.int64]:
         """All ids below ``known``: those of ``always`` first, then by count, equal counts by ascending id.

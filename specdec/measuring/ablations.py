@@ -71,8 +71,7 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
         return f"this {target.info.family} model has no MTP head"
     if not isinstance(target, CausalLM) or target.info.family not in FAMILIES:
         return f"the switches are mistakes in the rules of the {', '.join(FAMILIES)} heads, not of {target.info.family}"
-    assert target.model.mtp is not None
-    mixer = target.model.mtp.layer.mixer
+    mixer = target.model.mtp[0].layer.mixer
     if switch in ("gate-silu", "no-rotary") and not isinstance(mixer, Attention):
         return "the head's layer is not plain attention"
     if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.shape.gated:
@@ -112,10 +111,10 @@ class AblatedLM(CausalLM):
             if reason := inapplicable(target, switch):
                 raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
         assert isinstance(target, CausalLM)
-        assert target.model.mtp is not None
-        super().__init__(target.info, attrs.evolve(target.model, mtp=_ablated_head(target.model.mtp, self.switches)))
+        (head,) = target.model.mtp
+        super().__init__(target.info, attrs.evolve(target.model, mtp=(_ablated_head(head, self.switches),)))
         self.info = target.info
-        self._undo = {False: _inverse(self.model.norm), True: _inverse(target.model.mtp.norm)}
+        self._undo = {False: _inverse(self.model.norm), True: _inverse(head.norm)}
 
     def _input(self, hidden: Hidden, *, chained: bool) -> Hidden:
         """The head's input: a state from before its norm, up to a factor that the head's norm removes."""

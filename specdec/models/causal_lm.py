@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Batched
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import Body, EagerPass, Pass, Passes
+from specdec.backends.passes import EagerPass, Pass, Passes
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -63,10 +64,7 @@ class DecoderModel:
     lm_head: Array  # [V, H]; embed_tokens itself if tied
     logit_scale: float = 1.0  # multiplies logits
     logit_cap: float = 0.0  # what ``Ops.softcap`` limits them to; 0: nothing
-    mtp: MtpHead | None = None
-    later_mtp: tuple[MtpHead, ...] = ()  # modules that are chained behind it, in order
-    mtp_lm_head: Array | None = None  # the main head unless the checkpoint has its own
-    mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint has its own
+    mtp: tuple[MtpHead, ...] = ()  # the modules of an MTP head, chained in this order
     mtp_residual: bool = False  # the MTP head reads what enters the final norm, not what leaves it
 
     def embed(self, tokens: Sequence[int], position: int) -> Array:
@@ -86,32 +84,22 @@ class DecoderModel:
         return self.ops.softcap(logits, self.logit_cap) if self.logit_cap else logits
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class SequenceState(State):
     """The caches of one sequence: one per layer that has one, and the MTP head's if ``needs`` asks for it."""
 
-    def __init__(
-        self,
-        capacity: int,
-        needs: Needs,
-        caches: list[Cache],
-        mtp: Cache | None,
-        target: Pass,
-        head: Pass | None,
-        boundaries: tuple[int, ...],
-        later: LaterModules | None = None,
-    ) -> None:
-        self.needs = needs
-        self.pairs = None if mtp is None else MtpPairs()
-        self.caches = caches
-        self.mtp = mtp  # true pairs; chained entries follow them until the next true pair
-        self.target_pass = target
-        self.prefill_pass = target  # or one whose output nobody reads
-        self.mtp_pass = head
-        self.later = later  # None for a head of one module
-        self.boundaries = boundaries  # whose states the target's passes return beside the one after the final norm
-        # of an uncommitted decode: tokens, result, and the states after the final norm in it
-        self.decoded: tuple[Sequence[int], Array, Array] | None = None
-        self._capacity = capacity
+    _capacity: int
+    needs: Needs
+    caches: list[Cache]
+    mtp: Cache | None  # true pairs; chained entries follow them until the next true pair
+    target_pass: Pass
+    mtp_pass: Pass | None
+    boundaries: tuple[int, ...]  # whose states the target's passes return beside the one after the final norm
+    later: LaterModules | None  # None for a head of one module
+    prefill_pass: Pass  # ``target_pass``, or one whose output nobody reads
+    pairs: MtpPairs | None
+    # of an uncommitted decode: tokens, result, and the states after the final norm in it
+    decoded: tuple[Sequence[int], Array, Array] | None = None
 
     @property
     def length(self) -> int:
@@ -190,7 +178,10 @@ class Boundaries(Mapping[int, Hidden]):
         return len(self._asked)
 
     def side_by_side(self, needs: Needs) -> Columns | None:
-        """What ``needs`` requests as one row per token, the states after the final norm last; None if not adjacent."""
+        """What ``needs`` requests as one row per token, the states after the final norm last; None if not adjacent.
+
+        It has a boundary: a pass that is asked for none gives no ``Boundaries``.
+        """
         wanted, places = needs.boundaries, self._places
         first = places.index(wanted[0])
         end = first + len(wanted)
@@ -208,13 +199,12 @@ class CausalLM(ForwardPass):
 
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
         # a config may not say whether there is a head (Qwen3-Next); the weights decide
-        mtp_layers = 0 if model.mtp is None else 1 + len(model.later_mtp)
         self.info = attrs.evolve(
             info,
-            mtp_layers=mtp_layers,
+            mtp_layers=len(model.mtp),
             layers=len(model.layers),
             pass_weights=weights_of((model.layers, model.layer_inputs, model.lm_head)),
-            mtp_weights=0 if model.mtp is None else weights_of(model.mtp),
+            mtp_weights=weights_of(model.mtp[:1]),
         )
         if model.embed_scale != 1.0:
             dtype = model.ops.to_host(model.ops.embed(model.embed_tokens, [0])).dtype
@@ -222,14 +212,12 @@ class CausalLM(ForwardPass):
         self.model = model
         self.ops = model.ops
         self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they return
-        eager_reason = self._passes_with(()).eager_reason
-        if model.mtp is not None:
-            self._mtp_passes = self._passes_of(functools.partial(_run_mtp, model), model.mtp)
-            self._later_passes = [
-                self._passes_of(functools.partial(_run_later, model, head), head) for head in model.later_mtp
-            ]
-            eager_reason = eager_reason or self._mtp_passes.eager_reason
-        if eager_reason:
+        self._mtp_passes = [  # of each module of the head
+            self.ops.record_passes(functools.partial(_run_mtp, model, number), [cache], self.info.hidden_size)
+            for number, cache in enumerate(self._new_mtp_caches(1))
+        ]
+        reasons = [passes.eager_reason for passes in (self._passes_with(()), *self._mtp_passes[:1])]
+        if eager_reason := next(filter(None, reasons), ""):
             self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
 
     # --- states ----------------------------------------------------------------------------------------------------
@@ -254,16 +242,15 @@ class CausalLM(ForwardPass):
         if needs.mtp and self.model.mtp_residual:
             boundaries = tuple(sorted({*boundaries, self.info.layers}))
         target = self._passes_with(boundaries).bind(caches)
-        mtp, rest, later = heads[0] if heads else None, heads[1:], None
-        head = None if mtp is None else self._mtp_passes.bind([mtp])
-        if rest:
-            passes = [passes.bind([cache]) for passes, cache in zip(self._later_passes, rest, strict=True)]
-            later = LaterModules(passes, rest)
-        state = SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later)
+        passes = [passes.bind([cache]) for passes, cache in zip(self._mtp_passes, heads, strict=False)]
+        mtp, head = (heads[0], passes[0]) if heads else (None, None)
+        later = LaterModules(passes[1:], heads[1:]) if heads[1:] else None
+        prefill: Pass = target
         if self.model.shared and not (needs.hidden or needs.mtp):  # nobody reads what layers without a cache put out
             filling = attrs.evolve(self.model, layers=self.model.layers[: len(caches)], shared=())
-            state.prefill_pass = EagerPass(functools.partial(_run_layers, filling, ()), caches)
-        return state
+            prefill = EagerPass(functools.partial(_run_layers, filling, ()), caches)
+        pairs = MtpPairs() if heads else None
+        return SequenceState(capacity, needs, caches, mtp, target, head, boundaries, later, prefill, pairs)
 
     def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
         free = self.ops.free_bytes()
@@ -288,12 +275,7 @@ class CausalLM(ForwardPass):
 
     def _new_mtp_caches(self, capacity: int) -> list[Any]:
         """Empty caches of the MTP modules. Chained draft steps follow the true pairs, so they are slightly longer."""
-        heads = [self.model.mtp, *self.model.later_mtp]
-        return [head.layer.new_cache(capacity + self.info.max_rows) for head in heads if head is not None]
-
-    def _passes_of(self, run: Body, head: MtpHead) -> Passes:
-        cache = head.layer.new_cache(1 + self.info.max_rows)
-        return self.ops.record_passes(run, [cache], self.info.hidden_size)
+        return [head.layer.new_cache(capacity + self.info.max_rows) for head in self.model.mtp]
 
     def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
         """Passes whose rows hold the states at ``boundaries`` and the one after the final norm, side by side."""
@@ -328,10 +310,8 @@ class CausalLM(ForwardPass):
             state.prefill_pass.commit(len(chunk))
             self._add_pairs(state, chunk, x, self._final(state, x), before)
             self.feed_mtp(state)
-            if state.needs.hidden:
-                parts.append(x if state.needs.prompt_rows == "all" else x[-1:])
-        if state.needs.prompt_rows == "last":
-            del parts[:-1]
+            if state.needs.hidden:  # a copy of the last row, so that the chunk is freed
+                parts = [*parts, x] if state.needs.prompt_rows == "all" else [self._joined([x[-1:]])]
         self._mark(state)
         if not parts:
             return ForwardOutput(rows=len(tokens))
@@ -469,7 +449,7 @@ class CausalLM(ForwardPass):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
-        if self.model.mtp is None:
+        if not self.model.mtp:
             return
         for at in range(0, len(tokens), PREFILL_ROWS):
             rows = slice(at, at + PREFILL_ROWS)
@@ -518,7 +498,7 @@ class CausalLM(ForwardPass):
             and state.mtp_pass
             and state.later is None
         ):
-            rows = self._mtp_lm_head if head is None else self._own_head(head).rows[0]
+            rows = self._lm_head_of(0) if head is None else self._own_head(head).rows[0]
             choosing = None if choose is None else Choosing((), choose.context)
             drafted = self._chain(state, state.mtp_pass, pending, depth, rows, choosing)
             if drafted is not None:
@@ -531,20 +511,20 @@ class CausalLM(ForwardPass):
         if len(drafts) > most > 1:
             parts = [self.draft_mtp_batch(drafts[at : at + most]) for at in range(0, len(drafts), most)]
             return [result for part in parts for result in part]
-        if most < 2 or len(drafts) < 2 or self.model.later_mtp or self.info.mtp_weights < SHARED_MTP:
+        if most < 2 or len(drafts) < 2 or len(self.model.mtp) > 1 or self.info.mtp_weights < SHARED_MTP:
             return super().draft_mtp_batch(drafts)
         work = [self._mtp_steps(draft.state, draft.tokens[0], draft.depth, draft.choose) for draft in drafts]
         results: dict[int, Any] = {}
         outputs: dict[int, ForwardOutput | None] = dict.fromkeys(range(len(drafts)))
         while outputs:
-            steps: dict[int, _MtpStep] = {}
+            steps: dict[int, tuple[Any, ...]] = {}
             for number, output in outputs.items():
                 head = drafts[number].head
                 try:
                     tokens, hidden, provisional = work[number].send(output)
                     self._check_pairs(tokens, hidden)
                     rows = None if head is None else self._own_head(head).rows[0]
-                    steps[number] = _MtpStep(_own(drafts[number].state), tokens, hidden, provisional, rows)
+                    steps[number] = _own(drafts[number].state), tokens, hidden, provisional, rows
                 except StopIteration as end:
                     results[number] = end.value
                 except Exception as error:  # noqa: BLE001 - it ends this draft, not the others
@@ -558,39 +538,40 @@ class CausalLM(ForwardPass):
                 results |= dict.fromkeys(steps, error)
         return [results[number] for number in range(len(drafts))]
 
-    def _decode_mtp_shared(self, steps: Sequence[_MtpStep]) -> list[ForwardOutput]:
-        """``decode_mtp`` for several states, as one pass; gives the last hidden state only."""
-        passes: list[Any] = [step.state.mtp_pass for step in steps]
-        for step in steps:
-            if not step.provisional:
-                step.cache.truncate(step.pairs.fed)
-        tokens, (hidden, *others) = [step.tokens for step in steps], [step.hidden for step in steps]
+    def _decode_mtp_shared(self, steps: Sequence[tuple[Any, ...]]) -> list[ForwardOutput]:
+        """``decode_mtp`` for several states, as one pass; gives the last hidden state only.
+
+        A step has the state, its tokens and hidden states, whether it is provisional, and the rows of a pruned head.
+        """
+        states, tokens, (hidden, *others), provisional, heads = zip(*steps, strict=True)
+        true = [state for state, chained in zip(states, provisional, strict=True) if not chained]
+        for state in true:
+            state.mtp.truncate(state.pairs.fed)
+        first, *further = (state.mtp_pass for state in states)
         joined = self.ops.array(hidden.join(others) if others else hidden)
-        x = passes[0].run_batch(passes[1:], tokens, joined) if others else passes[0].run(tokens[0], joined)
-        end, rows = 0, []
-        for step, bound in zip(steps, passes, strict=True):
-            bound.commit(len(step.tokens))
-            if not step.provisional:
-                step.pairs.fed = step.cache.length
-            end += len(step.tokens)
-            rows.append(x[end - 1 : end])
-        logits = self._mtp_logits(rows, [step.head for step in steps])
+        x = first.run_batch(further, tokens, joined) if further else first.run(tokens[0], joined)
+        ends = list(itertools.accumulate(map(len, tokens)))
+        for state, own in zip(states, tokens, strict=True):
+            state.mtp_pass.commit(len(own))
+        for state in true:
+            state.pairs.fed = state.mtp.length
+        rows = [x[end - 1 : end] for end in ends]
         return [
-            ForwardOutput(rows=len(step.tokens), logits=own, hidden=self.ops.hidden(row))
-            for step, row, own in zip(steps, rows, logits, strict=True)
+            ForwardOutput(rows=len(own), logits=logits, hidden=self.ops.hidden(row))
+            for own, row, logits in zip(tokens, rows, self._mtp_logits(rows, heads), strict=True)
         ]
 
-    def _mtp_logits(self, rows: Sequence[Array], heads: Sequence[HeadRows | None]) -> Sequence[Logits]:
+    def _mtp_logits(self, rows: Sequence[Array], heads: Iterable[HeadRows | None]) -> Sequence[Logits]:
         """The logits of each of ``rows`` ``[1, H]``, by the full head or by rows of it."""
-        full = [number for number, head in enumerate(heads) if head is None]
-        pruned = [(number, head) for number, head in enumerate(heads) if head is not None]
+        pruned = {number: head for number, head in enumerate(heads) if head is not None}
+        full = [number for number in range(len(rows)) if number not in pruned]
         found: dict[int, Logits] = {}
         if full:
-            logits: Any = self.ops.head(self._joined(rows[number] for number in full), self._mtp_lm_head)
+            logits: Any = self.ops.head(self._joined(rows[number] for number in full), self._lm_head_of(0))
             found |= {number: logits[at : at + 1] for at, number in enumerate(full)}
         if pruned:
-            x = self._joined(rows[number] for number, _ in pruned)
-            found |= zip((n for n, _ in pruned), self.ops.pruned_heads(x, [head for _, head in pruned]), strict=True)
+            x = self._joined(rows[number] for number in pruned)
+            found |= zip(pruned, self.ops.pruned_heads(x, list(pruned.values())), strict=True)
         return [found[number] for number in range(len(rows))]
 
     def _joined(self, rows: Iterable[Array]) -> Array:
@@ -629,17 +610,13 @@ class CausalLM(ForwardPass):
             raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
         return head
 
-    @property
-    def _mtp_lm_head(self) -> Array:
-        return self._lm_head_of(0)
-
     def _lm_head_of(self, module: int) -> Array:
         """The output head of an MTP module."""
-        own = self.model.mtp_lm_head if module == 0 else self.model.later_mtp[module - 1].lm_head
+        own = self.model.mtp[module].lm_head
         return self.model.lm_head if own is None else own
 
     def draft_head(self, tokens: Sequence[int]) -> PrunedHead:
-        if self.model.mtp is None:
+        if not self.model.mtp:
             raise no_mtp_head(self.info)
         return self._pruned(tokens)
 
@@ -744,27 +721,6 @@ class CausalLM(ForwardPass):
         return self.ops.hidden(array)
 
 
-@attrs.frozen(eq=False)
-class _MtpStep:
-    """The arguments of ``decode_mtp`` for one of several states."""
-
-    state: SequenceState
-    tokens: Sequence[int]
-    hidden: Hidden
-    provisional: bool
-    head: HeadRows | None
-
-    @property
-    def cache(self) -> Cache:
-        assert self.state.mtp is not None
-        return self.state.mtp
-
-    @property
-    def pairs(self) -> MtpPairs:
-        assert self.state.pairs is not None
-        return self.state.pairs
-
-
 def _always(length: int) -> bool:
     return True
 
@@ -829,18 +785,13 @@ def _run_layers(
     return functools.reduce(model.ops.concat, [*taken, model.norm(x)])
 
 
-def _run_mtp(model: DecoderModel, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
-    assert model.mtp is not None
-    table = model.embed_tokens if model.mtp_embed_tokens is None else model.mtp_embed_tokens
+def _run_mtp(
+    model: DecoderModel, number: int, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None
+) -> Array:
+    head = model.mtp[number]
+    table = model.embed_tokens if head.embed_tokens is None else head.embed_tokens
     # nobody reads what a prompt's rows put out, except a later module; drafts of several sequences may be as many rows
     long = len(tokens) > model.ops.capabilities.max_rows
-    prompt = long and not model.later_mtp and not isinstance(caches[0], Batched)
-    run = model.mtp.fill if prompt else model.mtp
+    prompt = long and len(model.mtp) == 1 and not isinstance(caches[0], Batched)
+    run = head.fill if prompt else head
     return run(model.ops.embed(table, tokens), hidden, caches[0])
-
-
-def _run_later(
-    model: DecoderModel, head: MtpHead, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None
-) -> Array:
-    table = model.embed_tokens if head.embed_tokens is None else head.embed_tokens
-    return head(model.ops.embed(table, tokens), hidden, caches[0])

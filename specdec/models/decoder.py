@@ -428,7 +428,7 @@ class MtpHead:
         m = norm(layer(u));  logits = head m;  a chained step feeds m in place of h
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2 (equations 21 to 24); order and norms as the Qwen3.5
-    checkpoints were trained. ``lm_head`` and ``embed_tokens``: of a module behind the first one, if it has its own.
+    checkpoints were trained. ``lm_head`` and ``embed_tokens``: the model's own unless the checkpoint has others.
     """
 
     ops: Ops

@@ -211,10 +211,7 @@ def build_decoder(
     modules = [module(head) for head in heads if head is not None]
     if len(modules) < len(heads):
         return model
-    first, *later = modules
-    return attrs.evolve(
-        model, mtp=first, later_mtp=tuple(later), mtp_lm_head=first.lm_head, mtp_embed_tokens=first.embed_tokens
-    )
+    return attrs.evolve(model, mtp=tuple(modules))
 
 
 def attention(config: DecoderConfig, weights: Weights, plus: float = 0.0, index: int = 0) -> Mixer:

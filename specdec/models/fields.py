@@ -20,6 +20,11 @@ MOST_POSITIONS = 2**24  # up to here float32, in which rotary angles are compute
 _REALS = (1e-30, 1e30)  # their powers and quotients are still finite
 
 
+def wrong(key: str, takes: str, got: object) -> CheckpointError:
+    """The error for a key with a value of another kind than it ``takes``."""
+    return CheckpointError(f"config.json: {key!r} takes {takes}, got {shown(got)}")
+
+
 class Fields:
     """The text part of a ``config.json``, with typed access."""
 
@@ -38,7 +43,7 @@ class Fields:
         """An integer from ``low`` to ``high``."""
         value = self._value(key, default)
         if type(value) is not int or not low <= value <= high:
-            raise CheckpointError(f"config.json: {key!r} takes a whole number from {low} to {high}, got {shown(value)}")
+            raise wrong(key, f"a whole number from {low} to {high}", value)
         return value
 
     def either(self, *keys: str) -> str:
@@ -49,16 +54,14 @@ class Fields:
         """A positive number, from 1e-30 to 1e30."""
         value, (low, high) = self._value(key, default), _REALS
         if type(value) not in (int, float) or not low <= value <= high:
-            raise CheckpointError(
-                f"config.json: {key!r} takes a positive number from {low} to {high}, got {shown(value)}"
-            )
+            raise wrong(key, f"a positive number from {low} to {high}", value)
         return float(value)
 
     def flag(self, key: str, default: bool = _MISSING) -> bool:
         """True or false."""
         value = self._value(key, default)
         if type(value) is not bool:
-            raise CheckpointError(f"config.json: {key!r} takes true or false, got {shown(value)}")
+            raise wrong(key, "true or false", value)
         return value
 
     def must_be(self, key: str, *allowed: Any) -> None:
@@ -73,7 +76,7 @@ class Fields:
         """``rope_theta`` at the top, or inside ``rope_parameters`` / ``rope_scaling`` in newer files."""
         theta = self._rope_real("rope_theta", default)
         if theta <= 1:
-            raise CheckpointError(f"config.json: 'rope_theta' takes a number above 1, got {theta}")
+            raise wrong("rope_theta", "a number above 1", theta)
         return theta
 
     def partial_rotary_factor(self, default: float) -> float:
@@ -155,9 +158,7 @@ class Fields:
         if kind == "llama3":
             low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
             if not low < high:
-                raise CheckpointError(
-                    f"config.json: 'low_freq_factor' takes less than 'high_freq_factor' ({high}), got {low}"
-                )
+                raise wrong("low_freq_factor", f"less than 'high_freq_factor' ({high})", low)
             return Rope.llama3(theta, rotary_dims, factor=factor, original=original, low=low, high=high), 1.0
         rope = Rope.yarn(
             theta,
@@ -183,9 +184,7 @@ class Fields:
         inner, original = self._rope(), self._original_positions()
         divisors = inner._config.get("short_factor")
         if not isinstance(divisors, list) or len(divisors) != rotary_dims // 2:
-            raise CheckpointError(
-                f"config.json: 'short_factor' takes {rotary_dims // 2} numbers, got {shown(divisors)}"
-            )
+            raise wrong("short_factor", f"{rotary_dims // 2} numbers", divisors)
         plain = Rope.of(theta, rotary_dims).inv_freq
         divided = (
             one / Fields({"short_factor": by}).real("short_factor") for one, by in zip(plain, divisors, strict=True)
@@ -205,7 +204,7 @@ class Fields:
         if sections is None:
             return
         if not isinstance(sections, list) or any(type(size) is not int or size < 0 for size in sections):
-            raise CheckpointError(f"config.json: 'mrope_section' takes a list of whole numbers, got {sections!r}")
+            raise wrong("mrope_section", "a list of whole numbers", sections)
         if sum(sections) != rotary_dims // 2:
             raise CheckpointError(
                 f"config.json: 'mrope_section' {sections} adds up to {sum(sections)}, and half the rotated width of a "
@@ -270,7 +269,7 @@ class Fields:
         if given is None:
             return {}
         if not isinstance(given, Mapping):
-            raise CheckpointError(f"config.json: {name!r} takes an object, got {shown(given)}")
+            raise wrong(name, "an object", given)
         keys = {key: value for key, value in given.items() if value is not None}
         nested = next((key for key, value in keys.items() if isinstance(value, Mapping)), None)
         if nested is not None:
@@ -312,10 +311,13 @@ class Fields:
             return tuple("full_attention" if (i + 1) % interval == 0 else other for i in range(layers))
         known = ("full_attention", other)
         if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
-            raise CheckpointError(
-                f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}, got {shown(types)}"
-            )
+            raise wrong("layer_types", f"{layers} entries out of {', '.join(known)}", types)
         return tuple(types)
+
+    def sliding_layers(self, layers: int, interval: int) -> tuple[int, ...]:
+        """The layers with a window, by ``layer_types``; likewise."""
+        types = self.layer_types(layers, interval, "sliding_attention")
+        return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
 def _rope_kind(keys: Mapping[str, Any]) -> str:

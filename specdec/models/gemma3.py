@@ -47,8 +47,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         scale=fields.real("query_pre_attn_scalar") ** -0.5,
         normed="heads",
     )
-    types = fields.layer_types(common["layers"], fields.whole("sliding_window_pattern", 6), "sliding_attention")
-    sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    sliding = fields.sliding_layers(common["layers"], fields.whole("sliding_window_pattern", 6))
     rope = local.rope(head_dim, 1e4)[0] if local else Rope.of(fields.real("rope_local_base_freq", 1e4), head_dim)
     return DecoderConfig(
         **common,

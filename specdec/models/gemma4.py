@@ -15,13 +15,13 @@ import attrs
 
 from specdec.backends.ops import Array, Ops
 from specdec.contract import ModelSpec
-from specdec.errors import CheckpointError, shown
+from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.models import gemma3
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape, Norm, RmsNorm
 from specdec.models.family import DecoderConfig, build_decoder
-from specdec.models.fields import Fields
+from specdec.models.fields import Fields, wrong
 from specdec.models.weights import Weights
 
 ROPES = {
@@ -77,8 +77,8 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         fields.must_be(key, False, None)
     fields.must_be("use_bidirectional_attention", None, "vision", False)
     common = DecoderConfig.common(fields, tied=True, activation="hidden_activation")
-    types = fields.layer_types(common["layers"], 6, "sliding_attention")
-    sliding = tuple(i for i, kind in enumerate(types[:-1]) if kind == "sliding_attention")  # the last is never one
+    last = common["layers"] - 1  # it never has a window
+    sliding = tuple(i for i in fields.sliding_layers(common["layers"], 6) if i < last)
     ropes = Fields(config if config.get("rope_parameters") is not None else {**config, "rope_parameters": ROPES})
     full, local = (ropes.of_layers(kind) for kind in ROPES)
     if full is None or local is None:
@@ -180,8 +180,7 @@ def _each_full_layer(config: Mapping[str, Any], layers: set[int]) -> dict[str, A
             return {name: sizes.get(key, config.get(key)) for key, name in FULL.items()}
     except (AttributeError, TypeError, ValueError):
         pass
-    wanted = f"the same {' and '.join(FULL)} for each layer without a window"
-    raise CheckpointError(f"config.json: 'per_layer_config' takes {wanted}, got {shown(given)}")
+    raise wrong("per_layer_config", f"the same {' and '.join(FULL)} for each layer without a window", given)
 
 
 @hookimpl

@@ -35,8 +35,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         biased_output=biased,
         sinks=True,
     )
-    types = fields.layer_types(common["layers"], 2, "sliding_attention")
-    sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    sliding = fields.sliding_layers(common["layers"], 2)
     return DecoderConfig(
         **common,
         attention=shape,

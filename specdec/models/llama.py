@@ -21,12 +21,11 @@ from typing import Any
 import attrs
 
 from specdec.contract import ModelSpec
-from specdec.errors import CheckpointError, shown
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape
 from specdec.models.family import DecoderConfig, LayerNames, build_decoder
-from specdec.models.fields import MOST_LAYERS, Fields
+from specdec.models.fields import MOST_LAYERS, Fields, wrong
 from specdec.models.moe import MoeShape
 
 OLMO2_NAMES = LayerNames(
@@ -46,11 +45,6 @@ def parse_granite(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def parse_llama(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read Llama's ``config.json``. Raises: CheckpointError naming the key."""
-    return _parse(_without(config, "attention_bias", "mlp_bias"))
-
-
 def parse_mistral(config: Mapping[str, Any]) -> DecoderConfig:
     """Read Mistral's ``config.json``. Raises: CheckpointError naming the key."""
     fields = Fields(config)
@@ -64,11 +58,6 @@ def parse_ministral3(config: Mapping[str, Any]) -> DecoderConfig:
     return _parse(fields, theta=1e6, eps=1e-5, window=window, growth=growth)
 
 
-def parse_olmo2(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read OLMo 2's ``config.json``. Raises: CheckpointError naming the key."""
-    return _parse(_without(config, "attention_bias"), eps=1e-5, normed="whole")
-
-
 def parse_phi3(config: Mapping[str, Any]) -> DecoderConfig:
     """Read the ``config.json`` of Phi-3 and Phi-4. Raises: CheckpointError naming the key."""
     fields = Fields(config)
@@ -77,9 +66,12 @@ def parse_phi3(config: Mapping[str, Any]) -> DecoderConfig:
     return attrs.evolve(parsed, fused=True)
 
 
-def parse_qwen2(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read Qwen2.5's ``config.json``. Raises: CheckpointError naming the key."""
-    return _parse(_without(config, "use_sliding_window"), biased=True)
+def parse_plain(config: Mapping[str, Any], *, without: tuple[str, ...], **variant: Any) -> DecoderConfig:
+    """Read a ``config.json`` that has none of the switches ``without``; ``variant`` as for ``_parse``.
+
+    Raises: CheckpointError naming the key.
+    """
+    return _parse(_without(config, *without), **variant)
 
 
 def parse_qwen3(config: Mapping[str, Any], *, moe: bool = False) -> DecoderConfig:
@@ -98,7 +90,7 @@ def parse_smollm3(config: Mapping[str, Any]) -> DecoderConfig:
     if rotated is None:
         rotated = [int((i + 1) % interval != 0) for i in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers or any(one not in (0, 1) for one in rotated):
-        raise CheckpointError(f"config.json: 'no_rope_layers' takes 0 or 1 for every layer, got {shown(rotated)}")
+        raise wrong("no_rope_layers", "0 or 1 for every layer", rotated)
     return _parse(fields, theta=2e6, tied=True, unrotated=tuple(i for i in range(layers) if not rotated[i]))
 
 
@@ -156,6 +148,9 @@ def _parse(
 
 @hookimpl
 def specdec_models() -> list[ModelSpec]:
+    parse_llama = functools.partial(parse_plain, without=("attention_bias", "mlp_bias"))
+    parse_olmo2 = functools.partial(parse_plain, without=("attention_bias",), eps=1e-5, normed="whole")
+    parse_qwen2 = functools.partial(parse_plain, without=("use_sliding_window",), biased=True)
     olmo2 = functools.partial(build_decoder, names=OLMO2_NAMES)
     families: dict[str, tuple[Callable[..., DecoderConfig], Callable[..., DecoderModel], str]] = {
         "granite": (parse_granite, build_decoder, "Granite 3 dense: factors on embeddings, layers, scores and logits"),

@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
@@ -416,10 +417,10 @@ def _fingerprint(checkpoint: Checkpoint, asked: TargetConfig) -> str:
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype that most weights are stored in; quantised ones count with their original dtype."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for found in formats_of(checkpoint).values():
         if found.error is None:
             plain = str(checkpoint.dtype(found.tensors[0])).removeprefix("torch.")
             dtype = plain if found.coding is None else found.coding.stands_for
-            sizes[dtype] = sizes.get(dtype, 0) + math.prod(found.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
+            sizes[dtype] += math.prod(found.shape)
+    return max(sizes, key=sizes.__getitem__, default="bfloat16")

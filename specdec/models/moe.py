@@ -29,11 +29,11 @@ class MoeShape:
 
     experts: int  # E
     intermediate: int  # I of a routed expert
-    shared: str  # name of the shared expert's tensors; "" without one
-    shared_intermediate: int
-    shared_gated: bool  # the shared expert is weighted by sigmoid(shared_expert_gate . x)
-    corrected: bool  # the router has an e_score_correction_bias
     routing: Routing
+    shared: str = ""  # name of the shared expert's tensors; "" without one
+    shared_intermediate: int = 0
+    shared_gated: bool = False  # the shared expert is weighted by sigmoid(shared_expert_gate . x)
+    corrected: bool = False  # the router has an e_score_correction_bias
     clamp: Clamp | None = None  # the gating of experts with biases, behind a router with one
 
     @classmethod
@@ -45,10 +45,6 @@ class MoeShape:
         return cls(
             experts=experts,
             intermediate=fields.whole("intermediate_size"),
-            shared="",
-            shared_intermediate=0,
-            shared_gated=False,
-            corrected=False,
             routing=Routing(top_k=top_k, scores="softmax", normalised=True),
             clamp=Clamp(alpha=fields.real("swiglu_alpha", 1.702), limit=fields.real("swiglu_limit", 7.0)),
         )
@@ -70,7 +66,6 @@ class MoeShape:
             shared="shared_expert" if shared else "",
             shared_intermediate=fields.whole("shared_expert_intermediate_size") if shared else 0,
             shared_gated=shared,
-            corrected=False,
             routing=Routing(
                 top_k=_top_k(fields, experts),
                 scores="softmax",
@@ -103,7 +98,6 @@ class MoeShape:
             intermediate=intermediate,
             shared="shared_experts" if shared else "",
             shared_intermediate=intermediate * shared,
-            shared_gated=False,
             corrected=True,
             routing=Routing(
                 top_k=top_k,

@@ -60,7 +60,7 @@ def _kinds(lm: CausalLM) -> dict[str, tuple[int, ...]]:
         name = " with ".join(type(part).__name__ for part in parts)
         numbers = (lm.model.shared[number - own], number) if number >= own else (number,)
         layers.setdefault(_kind(layer), (f"layer {number} ({name})", numbers))
-    if lm.model.mtp is not None:
+    if lm.model.mtp:
         layers["mtp"] = ("the MTP layer", (len(lm.model.layers),))
     return dict(layers.values())
 
@@ -86,7 +86,7 @@ def _draw(lm: CausalLM, rng: random.Random, count: int) -> list[int]:
 def _compare_layer(
     lm: CausalLM, numbers: Sequence[int], context: int, counts: Sequence[int], rng: random.Random, found: Comparison
 ) -> None:
-    layers: list[Any] = [*lm.model.layers, lm.model.mtp and lm.model.mtp.layer]
+    layers: list[Any] = [*lm.model.layers, *(head.layer for head in lm.model.mtp)]
     rows = max(counts) + 1  # a row follows the longest block, and reads the state that it left
 
     def passed(tokens: Sequence[int], cache: Cache) -> Array:

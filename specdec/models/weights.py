@@ -43,6 +43,8 @@ class Weights:
         prefix: prepended to every name.
         group: "mtp" for the tensors of an MTP head, without which the model still runs.
         headless: why the MTP head must be left out; "" if it may be used.
+        heads: the prefixes of the MTP modules that were asked for,
+        reasons: and why each of those left out is.
     """
 
     ops: Ops
@@ -50,6 +52,8 @@ class Weights:
     prefix: str = ""
     group: str = "model"
     headless: str = ""
+    heads: list[str] = attrs.field(factory=list)
+    reasons: list[str] = attrs.field(factory=list)
 
     def under(self, prefix: str) -> Weights:
         """The weights whose names start with ``prefix``, under the rest of their names."""
@@ -123,7 +127,7 @@ class Weights:
     def mtp_head(self, prefix: str, *, promised: bool = True, unusable: str = "") -> Weights | None:
         """The weights of the MTP head under ``prefix``, or None if the model is built without one.
 
-        A head that the config promises and the files lack is left out, and a dry run records the reason.
+        A head that the config promises and the files lack is left out.
 
         Args:
             prefix: of the head's tensors.
@@ -131,6 +135,7 @@ class Weights:
             unusable: why an existing head cannot be used; "" if it can.
         """
         head = attrs.evolve(self.under(prefix), group="mtp")
+        self.heads.append(head.prefix)
         if self.stored is None:
             return head
         present = any(name.startswith(head.prefix) for name in self.stored)
@@ -139,7 +144,7 @@ class Weights:
         reason = self.headless or (unusable if present else stripped_head(self.stored.checkpoint, head.prefix))
         if not reason:
             return head
-        self._leave_out_head(reason)
+        self.reasons.append(reason)
         return None
 
     def head_converted(self, converted: bool) -> bool:
@@ -147,19 +152,14 @@ class Weights:
         stored = None if self.stored is None else self.stored.checkpoint.head.converted
         return converted if stored is None else stored
 
-    def _leave_out_head(self, reason: str) -> None:
-        """Record, in a dry run, why the head is left out."""
-
 
 @attrs.frozen
 class Recorder(Weights):
     """Records requested names and shapes, and returns tensors without data."""
 
     tensors: dict[str, TensorSpec] = attrs.field(factory=dict)
-    reasons: list[str] = attrs.field(factory=list)
-    heads: list[str] = attrs.field(factory=list)
 
-    def _note(self, name: str, shape: Shape, *, rounds: bool = False, plus: float = 0.0) -> None:
+    def _noted(self, name: str, shape: Shape, *, rounds: bool = False, plus: float = 0.0) -> torch.Tensor:
         self.tensors[self.prefix + name] = TensorSpec(shape, self.group, rounds, plus)
         most = _MOST_TENSORS if self.stored is None else 2 * len(self.stored) + _MORE_TENSORS
         if len(self.tensors) > most:
@@ -170,32 +170,21 @@ class Recorder(Weights):
             )
         if math.prod(shape) > _LARGEST_TENSOR:
             raise CheckpointError(f"config.json implies the shape {shown(list(shape))} for the tensor {name}")
+        return torch.empty(shape, device="meta")
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        self._note(name, shape)
-        return torch.empty(shape, device="meta")
+        return self._noted(name, shape)
 
     def vector(self, name: str, shape: Shape, *, plus: float = 0.0) -> Array:
-        self._note(name, shape, plus=plus)
-        return torch.empty(shape, device="meta")
+        return self._noted(name, shape, plus=plus)
 
     def host_matrix(self, name: str, shape: Shape, *, exact: bool = False) -> torch.Tensor:
-        self._note(name, shape, rounds=not exact)
-        return torch.empty(shape, device="meta")
+        return self._noted(name, shape, rounds=not exact)
 
     def host_matrices(self, names: str | Sequence[str], shape: Shape) -> Sequence[torch.Tensor]:
-        for name in [names] if isinstance(names, str) else names:
-            self._note(name, shape, rounds=True)
         if isinstance(names, str):
-            return torch.empty(shape, device="meta").unbind()
-        return [torch.empty(shape, device="meta")] * len(names)
-
-    def mtp_head(self, prefix: str, *, promised: bool = True, unusable: str = "") -> Weights | None:
-        self.heads.append(self.prefix + prefix)
-        return super().mtp_head(prefix, promised=promised, unusable=unusable)
-
-    def _leave_out_head(self, reason: str) -> None:
-        self.reasons.append(reason)
+            return self._noted(names, shape, rounds=True).unbind()
+        return [self._noted(name, shape, rounds=True) for name in names]
 
 
 class NoOps:

@@ -426,7 +426,12 @@ class calling:  # noqa: N801 - read as a word: ``with calling(spec, "factory"): 
 
 
 def reason(plugin: Any, method: str, error: Exception) -> str:
-    """Why a plugin that can be done without was switched off: one sentence that names it."""
+    """Why a plugin that can be done without was switched off: one sentence that names it.
+
+    Raises: the error of a logits processor that it called, which decides the output.
+    """
+    if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
+        raise error
     kind, name, _ = _identified(plugin)
     who = f"the {kind} {name!r}"
     if not isinstance(error, SpecdecError):

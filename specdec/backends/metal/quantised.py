@@ -75,7 +75,7 @@ def packed(matrices: Sequence[StoredMatrix], dtype: mx.Dtype, *, wide: bool) -> 
     ``wide``: products are float32, whatever the dtype of the stored scales.
     """
     meta = matrices[0].meta
-    if meta["bits"] not in _BITS or meta["group"] not in _GROUPS:
+    if meta["bits"] not in _BITS or meta["block_columns"] not in _GROUPS:
         return None
     codes = mx.stack([mx.array(one.parts["codes"].contiguous().numpy()) for one in matrices])
     stored = str(matrices[0].parts["scale"].dtype).removeprefix("torch.")
@@ -85,7 +85,7 @@ def packed(matrices: Sequence[StoredMatrix], dtype: mx.Dtype, *, wide: bool) -> 
         for part in ("scale", "bias")
     )
     mx.eval(codes, scales, biases)
-    return PackedMatrix(codes=codes, scales=scales, biases=biases, group=meta["group"], bits=meta["bits"])
+    return PackedMatrix(codes=codes, scales=scales, biases=biases, group=meta["block_columns"], bits=meta["bits"])
 
 
 def joined(weights: Sequence[Matrix]) -> Matrix:

@@ -133,14 +133,6 @@ _DELTA_SILENT = ("ssm.inner_size", "attention.recurrent_layers", "rope.dimension
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _no_change(part: str, config: Mapping[str, Any], kind: str) -> Change | None:
-    return None
-
-
-def _complete(config: dict[str, Any], metadata: Mapping[str, Any], parts: Collection[str]) -> None:
-    """Add nothing."""
-
-
 @attrs.frozen(kw_only=True)
 class Architecture:
     """What the converter did to a family.
@@ -163,8 +155,10 @@ class Architecture:
     names: Mapping[str, str] = _BEFORE_MLP
     keys: Mapping[str, str] = {}
     fixed: Mapping[str, Any] = {}
-    complete: Callable[[dict[str, Any], Mapping[str, Any], Collection[str]], None] = _complete
-    changes: Callable[[str, Mapping[str, Any], str], Change | None] = _no_change
+    complete: Callable[[dict[str, Any], Mapping[str, Any], Collection[str]], None] = lambda config, metadata, parts: (
+        None
+    )
+    changes: Callable[[str, Mapping[str, Any], str], Change | None] = lambda part, config, kind: None
     mtp: str = ""
     head: Mapping[str, str] = {}
     silent: tuple[str, ...] = ()

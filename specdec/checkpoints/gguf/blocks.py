@@ -15,35 +15,17 @@ import attrs
 import torch
 from torch import Tensor
 
-PLAIN = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+Parts = dict[str, Tensor]
+"""Blocks in the form that packed kernels take, by name:
+
+* codes: uint8 ``[n, V]``, or ``[n, V / 2]`` with two codes of four bits per byte, the even column low;
+* scale, and perhaps bias: ``[n, V / group]``, float32, or int8 if there is a unit;
+* scale_unit, bias_unit: float32 ``[n, 1]``, what a scale or bias of 1 stands for.
+"""
 
 
-@attrs.frozen
-class Unpacked:
-    """Blocks in the form that packed kernels take.
-
-    Attributes:
-        codes: uint8 ``[n, V]``, or ``[n, V / 2]`` with two codes of four bits per byte, the even column low.
-        scale: ``[n, V / group]``: float32, or int8 if there is a unit.
-        bias: likewise, or None.
-        scale_unit: float32 ``[n, 1]``, what a scale of 1 stands for, or None.
-        bias_unit: likewise.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    bias: Tensor | None = None
-    scale_unit: Tensor | None = None
-    bias_unit: Tensor | None = None
+def _whole(raw: Tensor) -> Parts:
+    raise AssertionError("plain numbers have no parts")
 
 
 @attrs.frozen
@@ -63,8 +45,8 @@ class Block:
     values: int
     bytes: int
     group: int = 0
-    numbers: Tensor | None = attrs.field(default=None, eq=False, repr=False)
-    unpack: Callable[[Tensor], Unpacked] | None = attrs.field(default=None, eq=False, repr=False)
+    numbers: Tensor = attrs.field(default=torch.empty(0), eq=False, repr=False)
+    unpack: Callable[[Tensor], Parts] = attrs.field(default=_whole, eq=False, repr=False)
     floats: tuple[int, ...] = (0,)  # where its float16 numbers are
 
     @property
@@ -75,7 +57,7 @@ class Block:
     @property
     def bits(self) -> int:
         """Bits per code as unpacked: 4 or 8."""
-        return 4 if self.numbers is not None and len(self.numbers) == 16 else 8
+        return 4 if len(self.numbers) == 16 else 8
 
 
 def _numbers(bits: int) -> Tensor:
@@ -113,43 +95,49 @@ def _two_bits(raw: Tensor) -> Tensor:
     return groups.view(len(raw), -1)
 
 
-def _of_units(
-    codes: Tensor, scale: Tensor, scale_unit: Tensor, bias: Tensor | None = None, bias_unit: Tensor | None = None
-) -> Unpacked:
+def _of_units(codes: Tensor, scale: Tensor, scale_unit: Tensor) -> Parts:
     """With small scales, int8 as bytes: bytes wrap around, which is two's complement."""
-    small = [None if part is None else part.contiguous().view(torch.int8) for part in (scale, bias)]
-    assert small[0] is not None
-    return Unpacked(codes, small[0], small[1], scale_unit, bias_unit)
+    return {"codes": codes, "scale": scale.contiguous().view(torch.int8), "scale_unit": scale_unit}
 
 
-def _q8_0(raw: Tensor) -> Unpacked:
-    return Unpacked(raw[:, 2:], _f16(raw[:, :2]))
+def _of_two_units(codes: Tensor, scale: Tensor, bias: Tensor, units: Tensor) -> Parts:
+    """With small scales and biases; a bias is what is subtracted."""
+    parts = _of_units(codes, scale, units[:, :1])
+    return parts | {"bias": bias.contiguous().view(torch.int8), "bias_unit": -units[:, 1:]}
 
 
-def _q4_0(raw: Tensor) -> Unpacked:
-    return Unpacked(_pairs(_halves(raw[:, 2:], 32)), _f16(raw[:, :2]))
-
-
-def _q4_1(raw: Tensor) -> Unpacked:
+def _with_bias(codes: Tensor, raw: Tensor) -> Parts:
+    """With a scale and a bias in float16 at the beginning."""
     scales = _f16(raw[:, :4])
-    return Unpacked(_pairs(_halves(raw[:, 4:], 32)), scales[:, :1], scales[:, 1:])
+    return {"codes": codes, "scale": scales[:, :1], "bias": scales[:, 1:]}
 
 
-def _q5_0(raw: Tensor) -> Unpacked:
-    return Unpacked(_halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6]), _f16(raw[:, :2]))
+def _q8_0(raw: Tensor) -> Parts:
+    return {"codes": raw[:, 2:], "scale": _f16(raw[:, :2])}
 
 
-def _q5_1(raw: Tensor) -> Unpacked:
-    scales = _f16(raw[:, :4])
-    return Unpacked(_halves(raw[:, 8:], 32) | _fifth_bits(raw[:, 4:8]), scales[:, :1], scales[:, 1:])
+def _q4_0(raw: Tensor) -> Parts:
+    return {"codes": _pairs(_halves(raw[:, 2:], 32)), "scale": _f16(raw[:, :2])}
 
 
-def _q2_k(raw: Tensor) -> Unpacked:
-    small, large = raw[:, :16], _f16(raw[:, 80:84])
-    return _of_units(_pairs(_two_bits(raw[:, 16:80])), small & 15, large[:, :1], small >> 4, -large[:, 1:])
+def _q4_1(raw: Tensor) -> Parts:
+    return _with_bias(_pairs(_halves(raw[:, 4:], 32)), raw)
 
 
-def _q3_k(raw: Tensor) -> Unpacked:
+def _q5_0(raw: Tensor) -> Parts:
+    return {"codes": _halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6]), "scale": _f16(raw[:, :2])}
+
+
+def _q5_1(raw: Tensor) -> Parts:
+    return _with_bias(_halves(raw[:, 8:], 32) | _fifth_bits(raw[:, 4:8]), raw)
+
+
+def _q2_k(raw: Tensor) -> Parts:
+    small = raw[:, :16]
+    return _of_two_units(_pairs(_two_bits(raw[:, 16:80])), small & 15, small >> 4, _f16(raw[:, 80:84]))
+
+
+def _q3_k(raw: Tensor) -> Parts:
     shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
     high = (raw[:, None, :32] >> shifts & 1).view(len(raw), 256)
     codes = _two_bits(raw[:, 32:96]) | (high << 2)  # as numbers, minus 4
@@ -158,39 +146,39 @@ def _q3_k(raw: Tensor) -> Unpacked:
     return _of_units(_pairs(codes), (low | (upper << 4)) - 32, _f16(raw[:, 108:110]))
 
 
-def _with_k_scales(codes: Tensor, raw: Tensor) -> Unpacked:
+def _with_k_scales(codes: Tensor, raw: Tensor) -> Parts:
     """With d and dmin, then eight scales and eight minima of six bits in twelve bytes."""
-    large, small = _f16(raw[:, :4]), raw[:, 4:16]
+    small = raw[:, 4:16]
     first, second, third = small[:, :4], small[:, 4:8], small[:, 8:]
     scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], 1)
     minimum = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], 1)
-    return _of_units(codes, scale, large[:, :1], minimum, -large[:, 1:])
+    return _of_two_units(codes, scale, minimum, _f16(raw[:, :4]))
 
 
-def _q4_k(raw: Tensor) -> Unpacked:
+def _q4_k(raw: Tensor) -> Parts:
     return _with_k_scales(_pairs(_halves(raw[:, 16:], 64)), raw)
 
 
-def _q5_k(raw: Tensor) -> Unpacked:
+def _q5_k(raw: Tensor) -> Parts:
     fifth = raw[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
     return _with_k_scales(_halves(raw[:, 48:], 64) | (fifth.view(len(raw), 256) << 4), raw)
 
 
-def _q6_k(raw: Tensor) -> Unpacked:
+def _q6_k(raw: Tensor) -> Parts:
     low = raw[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 256)
     codes = low | (_two_bits(raw[:, 128:192]) << 4)
     return _of_units(codes, raw[:, 192:208], _f16(raw[:, 208:]))
 
 
-def _iq4_xs(raw: Tensor) -> Unpacked:
+def _iq4_xs(raw: Tensor) -> Parts:
     upper = raw[:, 2:4, None] >> 2 * torch.arange(4, dtype=torch.uint8) & 3  # two bits per group
     lower = torch.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], 2).view(-1, 8)
     return _of_units(_pairs(_halves(raw[:, 8:], 32)), (lower | (upper.view(-1, 8) << 4)) - 32, _f16(raw[:, :2]))
 
 
-def _mxfp4(raw: Tensor) -> Unpacked:
-    return Unpacked(_pairs(_halves(raw[:, 1:], 32)), _E8M0[raw[:, :1].int()])
+def _mxfp4(raw: Tensor) -> Parts:
+    return {"codes": _pairs(_halves(raw[:, 1:], 32)), "scale": _E8M0[raw[:, :1].int()]}
 
 
 _FIFTHS = ((torch.arange(256)[:, None] >> torch.arange(8) & 1) << 4).to(torch.uint8).view(torch.int64).view(-1)

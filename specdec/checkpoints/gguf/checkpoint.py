@@ -130,15 +130,16 @@ class _Reader:
                 try_="the safetensors checkpoint, if the family is one that `specdec plugins` lists",
             )
         self.prefix, self.architecture = str(name), ARCHITECTURES[name]
+        start = f"{name}."
+        self.own = {k.removeprefix(start): value for k, value in file.metadata.items() if k.startswith(start)}
         self.keys = {**KEYS, **self.architecture.keys}
 
     def config(self) -> dict[str, Any]:
         """``config.json`` as the family reads it. Raises: CheckpointError for a key that is missing."""
-        metadata, tensors = self.file.metadata, self.file.tensors
-        architecture = self.architecture
+        tensors, architecture = self.file.tensors, self.architecture
         config: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
         for key, name in self.keys.items():
-            value = metadata.get(f"{self.prefix}.{name}")
+            value = self.own.get(name)
             if value is None and key in REQUIRED:
                 raise self._error(f"lacks the key {self.prefix}.{name}")
             if not isinstance(value, (int | float if key.endswith(REALS) else int) | None):
@@ -152,15 +153,14 @@ class _Reader:
         self._count_mtp(config)
         width = self._head_width(config)
         self._rope(config, width)
-        own = self._own_metadata()
         parts = {parts["part"] for name in tensors if (parts := _NAME.fullmatch(name))}
-        architecture.complete(config, own, parts)
-        self._refuse_the_rest(own)
+        architecture.complete(config, self.own, parts)
+        self._refuse_the_rest()
         return config
 
     def _whole(self, name: str, default: int | None = None) -> int | None:
         """The whole number under a key of the architecture."""
-        value = self.file.metadata.get(f"{self.prefix}.{name}", default)
+        value = self.own.get(name, default)
         if value is not None and type(value) is not int:
             raise self._error(f"has {shown(value)} under {self.prefix}.{name}, which takes a whole number")
         return value
@@ -192,19 +192,14 @@ class _Reader:
             raise self._error(f"has values of another width than keys ({self.prefix}.attention.value_length)")
         return width
 
-    def _own_metadata(self) -> dict[str, Any]:
-        """The architecture's keys, without its name."""
-        prefix, metadata = f"{self.prefix}.", self.file.metadata
-        return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-
-    def _refuse_the_rest(self, own: Mapping[str, Any]) -> None:
+    def _refuse_the_rest(self) -> None:
         """Raises: CheckpointError for a key of the architecture that nobody reads, unless its value says nothing."""
         kind = self.file.metadata.get("general.type", "model")
         if kind != "model":
             raise self._error(f"is no model but of the type {shown(kind)}")
         read = {*KEYS.values(), *self.keys.values(), *self.architecture.silent, *_SILENT}
         read |= {"nextn_predict_layers"} if self.architecture.mtp else set()
-        for key, value in own.items():
+        for key, value in self.own.items():
             if key in read or key.startswith("rope.scaling."):
                 continue
             if not isinstance(value, int | float | str) or value not in (0, "none", ""):
@@ -215,8 +210,8 @@ class _Reader:
 
     def _rope(self, config: dict[str, Any], width: int) -> None:
         """Add scaled rotary frequencies, which a file names by kind or, for Llama 3, holds as divisors."""
-        metadata, prefix = self.file.metadata, f"{self.prefix}.rope.scaling."
-        scaling = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+        start, prefix = "rope.scaling.", f"{self.prefix}.rope.scaling."
+        scaling = {key.removeprefix(start): value for key, value in self.own.items() if key.startswith(start)}
         kind = scaling.get("type", "none")
         if not isinstance(kind, str):
             raise self._error(f"has {shown(kind)} under {prefix}type, which takes a name")
@@ -279,11 +274,8 @@ class _Reader:
             change = self.architecture.changes(part, config, tensor.dtype)
             if canonical in found:
                 raise self._error(f"holds the tensor {canonical} under two names, {shown(name)} the second")
-            if isinstance(change, Columns):
-                tensor = attrs.evolve(tensor, columns=change)
-            elif change is not None:
-                tensor = attrs.evolve(tensor, change=change)
-            found[canonical] = tensor
+            undo: dict[str, Any] = {"columns" if isinstance(change, Columns) else "change": change}
+            found[canonical] = attrs.evolve(tensor, **undo)
         return found
 
     def _canonical(self, name: str, layers: int) -> tuple[str, str]:

@@ -14,14 +14,14 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from specdec.checkpoints.gguf.blocks import BLOCKS, PLAIN
-from specdec.checkpoints.reader import StoredTensor
+from specdec.checkpoints.gguf.blocks import BLOCKS
+from specdec.checkpoints.reader import DTYPES, StoredTensor
 from specdec.errors import CheckpointError, shown
 from specdec.files.reading import open_file
 
@@ -44,8 +44,7 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 class GgufTensor(StoredTensor):
     """One tensor of a GGUF file. ``dtype`` is the file's type, ``shape`` that of the stored data.
 
-    The data of a block type are bytes: ``[..., rows, bytes of a row]``. ``start`` and ``stop`` count from the beginning
-    of the file.
+    The data of a block type are bytes: ``[..., rows, bytes of a row]``.
 
     Attributes:
         change: what undoes the converter's change of a tensor: called with the stored data. None for most.
@@ -55,7 +54,7 @@ class GgufTensor(StoredTensor):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return PLAIN.get(self.dtype, torch.uint8)
+        return DTYPES.get(self.dtype, torch.uint8)
 
     def open(self) -> torch.Tensor:
         """All bytes of the file, mapped and private."""
@@ -73,9 +72,6 @@ class GgufTensor(StoredTensor):
                 f"{self.file.name} gives the tensor {name} the shape {list(self.shape)}, which its metadata contradict",
                 file=self.file,
             ) from error
-
-    def begin(self, stream: BinaryIO) -> int:
-        return self.start
 
     def read_rows(self, file: torch.Tensor, name: str, start: int, stop: int, axes: int) -> torch.Tensor:
         if self.change is None:
@@ -223,7 +219,7 @@ class _Parser:
                 f"is truncated: the tensor {shown(name)} ends at {start + offset + size}, the file at {self.size}",
                 try_="download it again",
             )
-        stored = shape if block.name in PLAIN else (*shape[:-1], shape[-1] // block.values * block.bytes)
+        stored = (*shape[:-1], shape[-1] // block.values * block.bytes) if block.group else shape
         return GgufTensor(self.path, block.name, stored, start + offset, start + offset + size)
 
     def _check_apart(self, tensors: Mapping[str, GgufTensor]) -> None:

@@ -23,13 +23,13 @@ from specdec.checkpoints.quantised.parts import FLOATS
 from specdec.checkpoints.quantised.rounding import BITS as ROUNDED_BITS
 from specdec.checkpoints.quantised.rounding import GROUP as ROUNDED_GROUP
 from specdec.checkpoints.quantised.rounding import rounded
+from specdec.checkpoints.quantised.stored import row_slabs
 from specdec.checkpoints.reader import DTYPES, SINGLE_FILE, Checkpoint, read_json
 from specdec.checkpoints.writer import write_json
 from specdec.errors import CheckpointError
 
 MARKER = "decoded.json"
 _VERSION = 1  # of files and decoders; other versions are rebuilt
-_PIECE = 2**21  # values of a plain tensor copied per step
 
 
 def _states(folder: Path) -> dict[str, list[int] | None]:
@@ -172,9 +172,7 @@ class DecodedCache:
 
         def codes() -> Iterator[torch.Tensor]:
             scales.clear()
-            count, step = math.prod(lead), max(1, _PIECE // columns)
-            for start in range(0, count, step):
-                stop = min(start + step, count)
+            for start, stop in row_slabs(math.prod(lead), columns):
                 rows = self._source.rows(found.tensors[0], start, stop, axes=len(lead))
                 matrix = rounded(rows, self._bits, self._dtype)
                 scales.append(matrix.parts["scale"])
@@ -210,9 +208,8 @@ class DecodedCache:
             for _, _, values in found.coding.values():
                 yield values.flatten().to(self._dtype)
             return
-        count, axes = math.prod(found.shape), len(found.shape)
-        for start in range(0, count, _PIECE):
-            yield self._source.rows(found.tensors[0], start, min(start + _PIECE, count), axes=axes).flatten()
+        for start, stop in row_slabs(math.prod(found.shape), 1):
+            yield self._source.rows(found.tensors[0], start, stop, axes=len(found.shape)).flatten()
 
     def _stamp(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

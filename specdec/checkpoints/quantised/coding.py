@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
 import torch
@@ -14,9 +11,7 @@ import torch
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, load_scales, matrices
-from specdec.checkpoints.quantised.stored import StoredMatrix
-
-_SLAB = 2**20  # values decoded per step: 4 MB of float32, which fits the CPU cache
+from specdec.checkpoints.quantised.stored import StoredMatrix, decoded, row_slabs
 
 
 @attrs.frozen
@@ -35,7 +30,7 @@ class Format:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Coding(ABC):
+class Coding:
     """One weight in one format: ``value = (code - offset) * scale + bias``.
 
     Each step is computed in float32; the result is rounded once to the requested dtype.
@@ -47,7 +42,7 @@ class Coding(ABC):
         grid: the layout of the scales.
         bits: bits per code.
         role: role of the scale tensor in ``parts``.
-        largest: bound of ``|code - offset|``.
+        meanings: the number that each code stands for: float32 ``[2 ** bits]``.
     """
 
     parts: Parts
@@ -55,18 +50,8 @@ class Coding(ABC):
     shape: tuple[int, ...]
     grid: Grid
     bits: int
+    meanings: torch.Tensor
     role: str = "scale"
-    largest: ClassVar[float]
-
-    @property
-    @abstractmethod
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Convert rows of stored codes ``[R, W]`` to float32 ``[R, K]``."""
-
-    @property
-    @abstractmethod
-    def meanings(self) -> torch.Tensor:
-        """The number that each code stands for: float32 ``[2 ** bits]``."""
 
     def scales(self) -> torch.Tensor:
         """All scales combined: float32 ``[M or 1, A, B]``, as ``grid``. Raises: CheckpointError for bad values."""
@@ -87,24 +72,17 @@ class Coding(ABC):
 
         Raises: CheckpointError for bad scales.
         """
-        _, rows, columns = matrices(self.shape)
-        parts = self.packed(index)
-        divisor = parts.pop("divisor", None)
-        group = self.grid.columns
-        meta = {"block_rows": self.grid.rows, "block_columns": group, "group": group, "bits": self.bits}
+        return self.matrix_of(self.packed(index), matrices(self.shape)[1], dtype)
+
+    def matrix_of(self, parts: Mapping[str, torch.Tensor], rows: int, dtype: torch.dtype) -> StoredMatrix:
+        """The parts of some rows as a matrix."""
+        meta = {"block_rows": self.grid.rows, "block_columns": self.grid.columns, "bits": self.bits}
         return StoredMatrix(
-            format=self.kept_as,
-            shape=(rows, columns),
-            parts=parts,
-            meta=meta,
-            dtype=dtype,
-            values=self.meanings,
-            numbers=self.numbers,
-            divisor=divisor,
+            format=self.kept_as, shape=(rows, self.shape[-1]), parts=parts, meta=meta, dtype=dtype, values=self.meanings
         )
 
-    def packed(self, index: int) -> dict[str, torch.Tensor]:
-        """The parts of matrix ``index``, as ``StoredMatrix`` lists them, and its "divisor" if it has one."""
+    def packed(self, index: int) -> Mapping[str, torch.Tensor]:
+        """The parts of matrix ``index``, as ``StoredMatrix`` lists them."""
         raise AssertionError(f"{self.label} is not kept packed")
 
     def matrix(self, name: str, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -140,15 +118,12 @@ class Coding(ABC):
         Reads every scale, and every code if a code can be NaN. Does not keep the decoded weight.
         Raises: CheckpointError naming the tensor if a scale is NaN, infinite or negative (MLX's affine ones may be).
         """
-        scales, biases = self.scales(), self.biases()
-        self.offsets()
+        scales, biases, offsets = self.scales(), self.biases(), self.offsets()
         self.order()
         if self.has_nan():
             return False, False
         # exact and cheap: decodes only if the largest scale and code together would overflow
-        highest = float(scales.abs().max()) * self.largest if scales.numel() else 0.0
-        if biases is not None and biases.numel():
-            highest += float(biases.abs().max())
+        highest = _largest(scales) * (_largest(self.meanings.nan_to_num()) + _largest(offsets)) + _largest(biases)
         if highest > torch.finfo(torch.bfloat16).max:
             for _, _, values in self.values():
                 if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
@@ -165,20 +140,16 @@ class Coding(ABC):
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Ranges of rows of ``[M * N, K]``, one per decoding step."""
         count, rows, columns = matrices(self.shape)
-        step = max(1, _SLAB // max(columns, 1))
-        for start in range(0, count * rows, step):
-            yield start, min(start + step, count * rows)
+        return row_slabs(count * rows, columns)
 
     def values(self, slabs: Iterable[tuple[int, int]] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield ``(start, stop, values)`` for the given row ranges, or all slabs: float32 ``[stop - start, K]``."""
-        scales, offsets, biases, order = self.scales(), self.offsets(), self.biases(), self.order()
+        given, order = {"offset": self.offsets(), "scale": self.scales(), "bias": self.biases()}, self.order()
+        grids = {name: grid for name, grid in given.items() if grid is not None}
         for start, stop in self.slabs() if slabs is None else slabs:
-            values = self.numbers(self.raw(start, stop))
-            if offsets is not None:
-                self._combine(values, self._rows(offsets, start, stop), order, torch.Tensor.sub_)
-            self._combine(values, self._rows(scales, start, stop), order, torch.Tensor.mul_)
-            if biases is not None:
-                self._combine(values, self._rows(biases, start, stop), order, torch.Tensor.add_)
+            rows = {name: self._rows(grid, start, stop) for name, grid in grids.items()}
+            codes, columns = self.raw(start, stop), self.shape[-1]
+            values = decoded(codes, self.meanings, self.bits, columns, rows, self.grid.columns, order)
             yield start, stop, values
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
@@ -195,59 +166,9 @@ class Coding(ABC):
         matrix = row // rows if grid.shape[0] > 1 else torch.zeros_like(row)
         return grid[matrix, row % rows // self.grid.rows]
 
-    def _combine(
-        self,
-        values: torch.Tensor,
-        grid: torch.Tensor,
-        order: torch.Tensor | None,
-        apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Subtract, multiply or add ``grid [R, B]`` in place, block of columns by block."""
-        if order is not None:
-            apply(values, grid[:, order])
-            return
-        if grid.shape[1] == 1:
-            apply(values, grid)
-            return
-        whole = values.shape[1] // self.grid.columns
-        edge = whole * self.grid.columns
-        blocks = values[:, :edge].view(values.shape[0], whole, self.grid.columns)  # a view, also of a part of each row
-        apply(blocks, grid[:, :whole, None])
-        if edge < values.shape[1]:
-            apply(values[:, edge:], grid[:, whole:])
 
-
-def look_up(table: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
-    """Look up the values of bytes: ``table [256, W]`` float32 by uint8 ``[n]``, giving float32 ``[n * W]``.
-
-    Ten times as fast as torch's conversion of e4m3, which is not vectorised.
-    """
-    index = octets.int()
-    if table.shape[1] == 1:
-        return table.view(-1).index_select(0, index)
-    if table.shape[1] == 2:  # copy both values as one word; torch would copy them one by one
-        return table.view(torch.int64).view(-1).index_select(0, index).view(torch.float32)
-    return table.index_select(0, index).view(-1)
-
-
-def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack little-endian 32-bit words ``[..., W]`` into unsigned codes: float32 ``[..., W * 32 / bits]``."""
-    octets = words.reshape(-1).view(torch.uint8)  # little-endian, as safetensors is
-    shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
-    if 8 % bits == 0:
-        return look_up(_codes_of_bytes(bits), octets).view(shape)
-    # eight codes fill `bits` bytes
-    parts = octets.view(-1, bits).to(torch.int64)
-    stream = (parts << 8 * torch.arange(bits)).sum(-1, keepdim=True)
-    codes: torch.Tensor = stream >> bits * torch.arange(8) & (2**bits - 1)
-    return codes.to(torch.float32).view(shape)
-
-
-@functools.cache
-def _codes_of_bytes(bits: int) -> torch.Tensor:
-    """The codes of each byte value: float32 ``[256, 8 / bits]``, lowest bits first."""
-    codes: torch.Tensor = torch.arange(256).unsqueeze(1) >> torch.arange(0, 8, bits) & (2**bits - 1)
-    return codes.to(torch.float32)
+def _largest(numbers: torch.Tensor | None) -> float:
+    return 0.0 if numbers is None or not numbers.numel() else float(numbers.abs().max())
 
 
 def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -8,7 +8,7 @@ from specdec.checkpoints.names import canonical_names
 from specdec.checkpoints.quantised import fp4, fp8, gguf, mlx, packed
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
-from specdec.checkpoints.quantised.parts import Parts, parts_of
+from specdec.checkpoints.quantised.parts import Parts, is_activation_scale, parts_of
 from specdec.checkpoints.quantised.refused import refusal, refusals, unknown
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
@@ -71,19 +71,20 @@ def formats_of(checkpoint: Checkpoint) -> Formats:
 def _formats_of(checkpoint: Checkpoint) -> Formats:
     names = canonical_names(checkpoint.tensors)
     refused, left = refusals(checkpoint, names)
-    found = parts_of(checkpoint, left)
+    found, plain = parts_of(checkpoint, left)
     configs = {id(config): config for config in map(checkpoint.config_of, checkpoint.tensors)}
     hints = {key: Hints.of(config) for key, config in configs.items()}
     formats = {
         name: _stored(checkpoint, (original,), checkpoint.tensors[original].dtype.lower())
-        for name, original in found.plain.items()
+        for name, original in plain.items()
+        if not is_activation_scale(name)
     }
     for name, (method, tensors) in refused.items():
         formats[name] = _stored(checkpoint, tensors, method, refusal(checkpoint, tensors[0], method))
-    for name, parts in found.weights.items():
-        formats[name] = _format(parts, hints[id(checkpoint.config_of(parts.codes))], found.errors.get(name))
+    for name, (parts, error) in found.items():
+        formats[name] = _format(parts, hints[id(checkpoint.config_of(parts.codes))], error)
     ordered = Formats({name: formats.pop(name) for name in names if name in formats} | formats)
-    ordered.activation_scales = tuple(found.activation_scales)
+    ordered.activation_scales = tuple(filter(is_activation_scale, plain))
     return ordered
 
 

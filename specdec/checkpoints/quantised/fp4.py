@@ -12,21 +12,17 @@ Source of e2m1 and of MXFP4: OCP Microscaling Formats v1.0, sections 5.3.3 and 5
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar
 
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, Format, look_up
+from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
 from specdec.checkpoints.quantised.scales import EXPONENTS, blocks, check_dtype, load_scales, misfit, tiled, whole
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32)  # by nibble; -0 is kept
-# By byte: the values of its low and of its high nibble.
-_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -34,11 +30,7 @@ class Fp4Coding(Coding):
     """Pairs of e2m1 codes times one combined scale."""
 
     bits: int = 4
-    largest: ClassVar[float] = 6.0
-
-    @property
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return numbers
+    meanings: torch.Tensor = E2M1
 
     def scales(self) -> torch.Tensor:
         scales = super().scales()  # the second scale is per tensor or per matrix
@@ -47,10 +39,6 @@ class Fp4Coding(Coding):
         if "global_scale" in self.parts.roles:
             return scales / load_scales(self.parts, "global_scale", zero=False).reshape(-1, 1, 1)
         return scales
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        return E2M1
 
     @property
     def kept_as(self) -> str:
@@ -65,11 +53,6 @@ class Fp4Coding(Coding):
             return parts | {"global_scale": _of_matrix(load_scales(self.parts, "scale_2"), index)}
         divisor = _of_matrix(load_scales(self.parts, "global_scale", zero=False), index)
         return parts | {"global_scale": 1.0 / divisor, "divisor": divisor}
-
-
-def numbers(codes: torch.Tensor) -> torch.Tensor:
-    """Convert bytes ``[R, K/2]``, in words of any size, to float32 ``[R, K]``."""
-    return look_up(_PAIRS, codes.view(torch.uint8).flatten()).view(codes.shape[0], -1)
 
 
 def _of_matrix(scales: torch.Tensor, index: int) -> torch.Tensor:

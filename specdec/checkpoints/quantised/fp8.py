@@ -10,18 +10,15 @@ Source of e4m3fn: Micikevicius et al. 2022, arXiv:2209.05433, table 1 (bias 7, l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, Format, look_up
+from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
 from specdec.checkpoints.quantised.scales import EXPONENTS, Grid, blocks, check_dtype, label, misfit, tiled, whole
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).view(256, 1)  # by byte
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)  # by byte
 _USUAL = (128, 128)
 _GROUPS = (128, 64, 32, 16)
 
@@ -31,15 +28,7 @@ class Fp8Coding(Coding):
     """e4m3 codes times one scale."""
 
     bits: int = 8
-    largest: ClassVar[float] = 448.0
-
-    @property
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return numbers
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        return _E4M3.view(-1)
+    meanings: torch.Tensor = _E4M3
 
     @property
     def kept_as(self) -> str:
@@ -56,12 +45,6 @@ class Fp8Coding(Coding):
             if raw.numel() and (raw.view(torch.int8).max() == 0x7F or raw.view(torch.uint8).max() == 0xFF):
                 return True
         return False
-
-
-def numbers(codes: torch.Tensor) -> torch.Tensor:
-    """Convert bytes ``[R, K]``, in words of any size, to float32 ``[R, K]``."""
-    octets = codes.view(torch.uint8)
-    return look_up(_E4M3, octets.flatten()).view(octets.shape)
 
 
 def _looks_like(parts: Parts) -> bool:

@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
 import torch
 
-from specdec.checkpoints.gguf.blocks import BY_NAME, Block, Unpacked
-from specdec.checkpoints.quantised.coding import Coding, Format, look_up
+from specdec.checkpoints.gguf.blocks import BY_NAME, Block
+from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, matrices
-from specdec.checkpoints.quantised.stored import RowParts, StoredMatrix
-
-_SLAB = 2**19  # values unpacked per step
+from specdec.checkpoints.quantised.stored import RowParts, row_slabs
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class BlockCoding(Coding):
     """Rows of blocks."""
 
-    largest = 255.0
     block: Block
     columns: Callable[[torch.Tensor], torch.Tensor] | None  # as ``StoredTensor.columns``
-
-    @property
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        table = self.meanings
-        if self.bits == 4:
-            table = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)  # of both codes of a byte
-        else:
-            table = table[:, None]
-        return lambda codes: look_up(table, codes.reshape(-1)).view(len(codes), -1)
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        assert self.block.numbers is not None
-        return self.block.numbers
 
     @property
     def kept_as(self) -> str:
         return "gguf"
 
-    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
-        _, rows, columns = matrices(self.shape)
-        group, block = self.block.group, self.block
-        stored = self._blocks(index * rows, (index + 1) * rows)
-        parts: Mapping[str, torch.Tensor] = RowParts(stored, block, self._parts)
-        if self.columns is not None:
-            parts = {name: self.columns(part) for name, part in parts.items()}
-        return StoredMatrix(
-            format=self.kept_as,
-            shape=(rows, columns),
-            parts=parts,
-            meta={"block_rows": 1, "block_columns": group, "group": group, "bits": block.bits},
-            dtype=dtype,
-            values=self.meanings,
-            numbers=self.numbers,
-        )
+    def packed(self, index: int) -> Mapping[str, torch.Tensor]:
+        _, rows, _ = matrices(self.shape)
+        return self._in_order(RowParts(self._blocks(index * rows, (index + 1) * rows), self.block, self._parts))
+
+    def _in_order(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return parts if self.columns is None else {name: self.columns(part) for name, part in parts.items()}
 
     def _parts(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         parts: dict[str, torch.Tensor] = {}
-        step = max(1, _SLAB // self.shape[-1])
-        for start in range(0, len(stored), step):
-            some = slice(start, start + step)
-            for name, part in attrs.asdict(self._unpacked(stored[some]), recurse=False).items():
-                if part is None:
-                    continue
+        for some in itertools.starmap(slice, row_slabs(len(stored), self.shape[-1])):
+            for name, part in self.block.unpack(stored[some].reshape(-1, self.block.bytes)).items():
                 part = part.reshape(len(stored[some]), -1)
                 if name not in parts:
                     parts[name] = part.new_empty(len(stored), part.shape[1])
@@ -75,15 +45,9 @@ class BlockCoding(Coding):
         return parts
 
     def values(self, slabs: Iterable[tuple[int, int]] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
-        numbers = self.numbers
         for start, stop in self.slabs() if slabs is None else slabs:
-            unpacked = self._unpacked(self._blocks(start, stop))
-            values = numbers(unpacked.codes).view(*unpacked.scale.shape, self.block.group)
-            values.mul_(_times(unpacked.scale, unpacked.scale_unit)[..., None])
-            if unpacked.bias is not None:
-                values.add_(_times(unpacked.bias, unpacked.bias_unit)[..., None])
-            values = values.view(stop - start, -1)
-            yield start, stop, values if self.columns is None else self.columns(values)
+            parts = self._in_order(self._parts(self._blocks(start, stop)))
+            yield start, stop, self.matrix_of(parts, stop - start, torch.float32).floats(0, stop - start)
 
     def check(self) -> tuple[bool, bool]:
         blocks = self.parts.checkpoint.load(self.parts.codes).view(-1, self.block.bytes)
@@ -94,18 +58,10 @@ class BlockCoding(Coding):
             return False, False
         return True, self.all_zero()
 
-    def _unpacked(self, stored: torch.Tensor) -> Unpacked:
-        assert self.block.unpack is not None
-        return self.block.unpack(stored.reshape(-1, self.block.bytes))
-
     def _blocks(self, start: int, stop: int) -> torch.Tensor:
         """The stored bytes of rows ``start`` to ``stop`` of all matrices, one after another."""
         stored = self.parts.checkpoint.load(self.parts.codes)
         return stored.view(-1, stored.shape[-1])[start:stop]
-
-
-def _times(small: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
-    return small if unit is None else small * unit
 
 
 def _looks_like(parts: Parts) -> bool:
@@ -123,6 +79,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
         shape=shape,
         grid=grid,
         bits=block.bits,
+        meanings=block.numbers,
         block=block,
         columns=parts.checkpoint.tensors[parts.codes].columns,
     )

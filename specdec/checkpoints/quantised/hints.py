@@ -61,29 +61,27 @@ class Hints:
         )
 
 
+def _section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The section about quantisation and its key; "" without one."""
+    given = text_config(config)
+    return next(((key, given[key]) for key in QUANTISATION_KEYS if isinstance(given.get(key), Mapping)), ("", {}))
+
+
 def quantisation(config: Mapping[str, Any]) -> str | None:
     """What config.json says about quantisation, in a few words: ``fp8 (config.json, quantization_config.…)``."""
-    given = text_config(config)
-    for key in QUANTISATION_KEYS:
-        section = given.get(key)
-        if isinstance(section, Mapping):
-            for method in ("quant_method", "quant_algo", "format", "mode", "bits"):
-                if method in section:
-                    return f"{section[method]} (config.json, {key}.{method})"
-            return f"config.json, {key}"
-    return None
+    key, section = _section(config)
+    method = next((one for one in ("quant_method", "quant_algo", "format", "mode", "bits") if one in section), None)
+    if method is not None:
+        return f"{section[method]} (config.json, {key}.{method})"
+    return f"config.json, {key}" if key else None
 
 
 def declared_packed(config: Mapping[str, Any]) -> str | None:
     """``quantisation`` if config.json says that weights are quantised, and not only the KV cache or activations."""
-    given = text_config(config)
-    for key in QUANTISATION_KEYS:
-        section = given.get(key)
-        if isinstance(section, Mapping):
-            named = section.get("quant_algo", section.get("quant_method", section.get("bits")))
-            only_cache = section.get("quant_method") == "compressed-tensors" and not section.get("config_groups")
-            return quantisation(config) if named is not None and not only_cache else None
-    return None
+    _, section = _section(config)
+    named = section.get("quant_algo", section.get("quant_method", section.get("bits")))
+    only_cache = section.get("quant_method") == "compressed-tensors" and not section.get("config_groups")
+    return quantisation(config) if named is not None and not only_cache else None
 
 
 def _is_mlx(section: Any) -> bool:

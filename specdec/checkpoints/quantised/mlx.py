@@ -15,13 +15,12 @@ Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, Format, unpack
+from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.fp4 import Fp4Coding
 from specdec.checkpoints.quantised.fp8 import Fp8Coding
 from specdec.checkpoints.quantised.hints import Hints
@@ -36,16 +35,6 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float
 @attrs.frozen(kw_only=True, eq=False)
 class AffineCoding(Coding):
     """Unsigned codes, scales and biases."""
-
-    largest: ClassVar[float] = 255.0
-
-    @property
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return functools.partial(unpack, bits=self.bits)
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        return torch.arange(2**self.bits, dtype=torch.float32)
 
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, self.role, signed=True).reshape(self.grid.shape)
@@ -92,6 +81,11 @@ class MlxNvfp4Coding(Fp4Coding):
 _CODINGS: dict[str, type[Fp4Coding | Fp8Coding]] = {"mxfp4": Fp4Coding, "mxfp8": Fp8Coding, "nvfp4": MlxNvfp4Coding}
 
 
+@functools.cache
+def _unsigned(bits: int) -> torch.Tensor:
+    return torch.arange(2**bits, dtype=torch.float32)
+
+
 def _looks_like(parts: Parts) -> bool:
     return parts.dtype == "U32" and parts.codes.endswith("weight") and "mlx_scale" in parts.roles
 
@@ -117,7 +111,9 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
     if parts.shape_of("mlx_bias") != given:
         raise misfit(parts, "mlx_bias", f"{list(given)}, as the scales")
     label = f"mlx-affine {bits} bits g{group}"
-    return AffineCoding(parts=parts, label=label, shape=shape, grid=grid, bits=bits, role="mlx_scale")
+    return AffineCoding(
+        parts=parts, label=label, shape=shape, grid=grid, bits=bits, meanings=_unsigned(bits), role="mlx_scale"
+    )
 
 
 def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:

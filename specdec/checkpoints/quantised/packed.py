@@ -10,13 +10,12 @@ of each column if groups are not consecutive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+import functools
 
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, Format, unpack
+from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
 from specdec.checkpoints.quantised.scales import (
@@ -31,7 +30,9 @@ from specdec.checkpoints.quantised.scales import (
     tiled,
     whole,
 )
+from specdec.checkpoints.quantised.stored import numbers
 
+_INT8 = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
 _INDEX = ("I32", "I64")
 _BITS = (2, 4, 8)  # widths whose codes never cross a word
 
@@ -40,21 +41,7 @@ _BITS = (2, 4, 8)  # widths whose codes never cross a word
 class IntCoding(Coding):
     """Signed integers, offsets and scales."""
 
-    largest: ClassVar[float] = 383.0  # bound of |q - zero point|: -128 - 255, 8-bit numbers, one unsigned
-    packed_codes: bool  # packed in words; otherwise one int8 each
     packed_offsets: bool
-
-    @property
-    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        if not self.packed_codes:
-            return lambda raw: raw.to(torch.float32)
-        return lambda raw: unpack_signed(raw, self.bits)[:, : self.shape[-1]]
-
-    @property
-    def meanings(self) -> torch.Tensor:
-        if not self.packed_codes:
-            return torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
-        return torch.arange(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1), dtype=torch.float32)
 
     @property
     def kept_as(self) -> str:
@@ -72,7 +59,7 @@ class IntCoding(Coding):
         if self.packed_offsets:
             rows = self.shape[-2]
             turned = stored.transpose(-1, -2).contiguous()
-            stored = unpack_signed(turned, self.bits)[..., :rows].transpose(-1, -2)
+            stored = numbers(turned, signed(self.bits), self.bits)[..., :rows].transpose(-1, -2)
         offsets: torch.Tensor = stored.to(torch.float32).reshape(self.grid.shape)
         low, high = -(2 ** (self.bits - 1)), 2**self.bits - 1  # range of signed or unsigned numbers
         if not bool(((offsets >= low) & (offsets <= high)).all()):  # also catches NaN
@@ -93,9 +80,10 @@ class IntCoding(Coding):
         return index
 
 
-def unpack_signed(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 ``[..., W]`` (values stored plus ``2^(bits-1)``) to float32 ``[..., W * 32 / bits]``."""
-    return unpack(words, bits).sub_(2 ** (bits - 1))
+@functools.cache
+def signed(bits: int) -> torch.Tensor:
+    """What codes stand for that are stored plus ``2^(bits-1)``."""
+    return torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.float32)
 
 
 def _words(parts: Parts, hints: Hints) -> Coding:
@@ -121,7 +109,7 @@ def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int, *, pa
         shape=shape,
         grid=grid,
         bits=bits,
-        packed_codes=packed,
+        meanings=signed(bits) if packed else _INT8,
         packed_offsets=_packed_offsets(parts, shape, grid, bits if packed else 0),
     )
 

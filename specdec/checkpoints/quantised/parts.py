@@ -96,27 +96,15 @@ class Parts:
         return CheckpointError(message, file=self.checkpoint.tensors[self.codes].file, **facts)
 
 
-@attrs.frozen
-class Found:
-    """The result of ``parts_of``.
+def parts_of(
+    checkpoint: Checkpoint, names: Mapping[str, str]
+) -> tuple[dict[str, tuple[Parts, CheckpointError | None]], dict[str, str]]:
+    """Group the tensors of a checkpoint by weight; ``names`` maps canonical names to those in the files.
 
-    Attributes:
-        weights: decoded name -> parts, for every weight that is not a plain floating-point tensor.
-        plain: canonical name -> name in the files, for all other tensors.
-        activation_scales: canonical names.
-        errors: decoded name -> why its parts contradict each other.
+    Returns: for every weight that is not a plain floating-point tensor, by its decoded name, the parts and why they
+    contradict each other, if they do; and ``names`` without them.
     """
-
-    weights: dict[str, Parts]
-    plain: dict[str, str]
-    activation_scales: list[str]
-    errors: dict[str, CheckpointError]
-
-
-def parts_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Found:
-    """Group the tensors of a checkpoint by weight; ``names`` maps canonical names to those in the files."""
-    weights: dict[str, Parts] = {}
-    errors: dict[str, CheckpointError] = {}
+    weights: dict[str, tuple[Parts, CheckpointError | None]] = {}
     taken: set[str] = set()
     for name, original in names.items():
         if checkpoint.tensors[original].dtype in FLOATS:
@@ -128,21 +116,16 @@ def parts_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Found:
         parts = Parts(
             checkpoint=checkpoint, name=decoded, codes=original, roles={role: names[n] for role, n in roles.items()}
         )
+        error = None
         if decoded in weights or (decoded in names and decoded != name):
-            also = weights[decoded].codes if decoded in weights else names[decoded]
-            errors[decoded] = parts.error(f"the tensors {also} and {original} mean the same weight ({decoded})")
+            also = weights[decoded][0].codes if decoded in weights else names[decoded]
+            error = parts.error(f"the tensors {also} and {original} mean the same weight ({decoded})")
         elif twice is not None:
-            errors[decoded] = parts.error(
-                f"the tensor {original} has two scales: {names[twice[0]]} and {names[twice[1]]}"
-            )
-        weights[decoded] = parts
+            error = parts.error(f"the tensor {original} has two scales: {names[twice[0]]} and {names[twice[1]]}")
+        weights[decoded] = parts, error
         taken.add(name)
         taken.update(roles.values())
-    rest = {name: original for name, original in names.items() if name not in taken and name not in weights}
-    activations = [name for name in rest if is_activation_scale(name)]
-    for name in activations:
-        del rest[name]
-    return Found(weights, rest, activations, errors)
+    return weights, {name: original for name, original in names.items() if name not in taken and name not in weights}
 
 
 def _stem(name: str, names: Mapping[str, str]) -> str | None:

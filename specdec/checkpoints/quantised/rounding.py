@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 
-from specdec.checkpoints.quantised.packed import unpack_signed
-from specdec.checkpoints.quantised.stored import StoredMatrix
+from specdec.checkpoints.quantised.packed import signed
+from specdec.checkpoints.quantised.stored import StoredMatrix, row_slabs
 
 BITS = {"int8": 8, "int4": 4}  # by the value of target.weights
 GROUP = 64
 COLUMNS = 8  # a matrix with another multiple of columns is not quantised: its rows would not be whole words
-_SLAB = 2**20  # values rounded per step
 
 
 def rounds(shape: tuple[int, ...]) -> bool:
@@ -28,18 +27,15 @@ def rounded(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> StoredMatrix
     rows, columns = weight.shape
     codes = torch.empty(rows, columns * bits // 8, dtype=torch.uint8)
     scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16)
-    step = max(1, _SLAB // columns)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    for start, stop in row_slabs(rows, columns):
         codes[start:stop], scales[start:stop] = _round(weight[start:stop], bits)
     return StoredMatrix(
         format="int",
         shape=(rows, columns),
         parts={"codes": codes, "scale": scales},
-        meta={"block_rows": 1, "block_columns": GROUP, "group": GROUP, "bits": bits},
+        meta={"block_rows": 1, "block_columns": GROUP, "bits": bits},
         dtype=dtype,
-        values=torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.float32),
-        numbers=lambda raw: unpack_signed(raw.view(torch.int32), bits),
+        values=signed(bits),
     )
 
 

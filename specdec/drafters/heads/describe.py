@@ -9,12 +9,11 @@ from typing import Any
 
 import attrs
 
-from specdec.checkpoints import check_weights
 from specdec.drafters.heads.dflash import BlockNetwork
 from specdec.drafters.heads.eagle import EagleNetwork
 from specdec.drafters.heads.files import DSPARK, EAGLE, P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Layout, read_layout
-from specdec.drafters.heads.network import expected_tensors
+from specdec.drafters.heads.network import check
 from specdec.drafters.heads.refiner import MarkovRefiner, Refiner
 from specdec.models.weights import Weights
 
@@ -58,7 +57,7 @@ def describe_head(folder: Path) -> HeadReport:
     files = HeadFiles.open(str(folder))
     layout = read_layout(files)
     checkpoint = files.checkpoint
-    check_weights(checkpoint, expected_tensors(files, layout, builder(layout))).raise_for_errors()
+    check(files, layout, builder(layout))
     same = ("kind", "target", "target_hidden", "target_vocab", "draft_vocab", "depth", "own_embedding", "own_head")
     return HeadReport(
         **{name: getattr(layout, name) for name in same},

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.checkpoints import Checkpoint, canonical_names, locate
 from specdec.checkpoints.locate import entries, listed
 from specdec.errors import CheckpointError, nearest, shown
-from specdec.models.fields import Fields
+from specdec.models.fields import Fields, wrong
 from specdec.models.read_keys import HARMLESS, ReadKeys
 
 DEMO = "demo"
@@ -218,7 +218,7 @@ class HeadFiles:
 def _table(key: str, value: object) -> Mapping[str, Any]:
     """A table of the config; empty for None. Raises: CheckpointError if it is no table."""
     if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"config.json: {key!r} takes an object, got {shown(value)}")
+        raise wrong(key, "an object", value)
     return value or {}
 
 

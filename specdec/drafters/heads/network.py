@@ -16,25 +16,10 @@ from specdec.backends.ops import Array, Cache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import P_EAGLE, HeadFiles
-from specdec.drafters.heads.layout import Geometry, Layout
+from specdec.drafters.heads.layout import Layout
 from specdec.models.causal_lm import Boundaries, Columns
 from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
-
-
-def attention(weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> Attention:
-    """Attention of a head's layer from the weights under ``self_attn.``, with the biases and norms that are there.
-
-    ``width`` is that of x; ``normed``: q/k norms must be there.
-    """
-    weights = weights.under("self_attn.")
-    shape = attrs.evolve(
-        geometry.attention,
-        biased="q_proj.bias" in weights,
-        biased_output="o_proj.bias" in weights,
-        normed="heads" if normed or "q_norm.weight" in weights else "",
-    )
-    return Attention.of(weights, geometry.hidden, shape, geometry.eps, width=width)
 
 
 def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1.0) -> RmsNorm:
@@ -71,11 +56,18 @@ class HeadLayer:
         """Build a layer from the head's weights, or record their names in a dry run."""
         g, layer, block = layout.geometry, weights.under(f"layers.{number}."), layout.block_size > 0
         paired, parallel = number == 0 and not block, layout.kind == P_EAGLE
+        attention = layer.under("self_attn.")
+        shape = attrs.evolve(  # biases and norms are as the tensors say
+            g.attention,
+            biased="q_proj.bias" in attention,
+            biased_output="o_proj.bias" in attention,
+            normed="heads" if block or "q_norm.weight" in attention else "",
+        )
         return cls(
             ops=weights.ops,
             input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
             hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if paired else None,
-            mixer=attention(layer, g, 2 * g.hidden if paired else g.hidden, normed=block),
+            mixer=Attention.of(attention, g.hidden, shape, g.eps, width=2 * g.hidden if paired else g.hidden),
             post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
             mlp=GatedMlp.of(layer.under("mlp."), g.hidden, g.intermediate),
             norm_before_residual=layout.norm_before_residual,
@@ -187,8 +179,7 @@ def load(files: HeadFiles, layout: Layout, target: ForwardPass, build: Build) ->
     Returns: the network, what it computes with, and a fingerprint of the head.
     Raises: CheckpointError for a tensor that is missing, unused, of another shape or not finite.
     """
-    expected = expected_tensors(files, layout, build)
-    check_weights(files.checkpoint, expected).raise_for_errors()
+    check(files, layout, build)
     shared = target.shared_weights()
     ops = ops_for(shared, target)
     weights = Weights(ops, StoredWeights(files.checkpoint, keeps=ops.capabilities.packed_formats))
@@ -217,11 +208,8 @@ def load(files: HeadFiles, layout: Layout, target: ForwardPass, build: Build) ->
     return build(weights, layout), around, fingerprint(files.checkpoint)
 
 
-def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
-    """Names and shapes of all tensors that a head computes with, by a dry run.
-
-    Raises: CheckpointError for a tensor that is there and not among them.
-    """
+def check(files: HeadFiles, layout: Layout, build: Build) -> None:
+    """Check a head's tensors; a dry run says which it computes with. Raises: as ``load``."""
     ops: Any = NoOps()
     recorder = Recorder(ops, StoredWeights(files.checkpoint))
     build(recorder, layout)
@@ -231,4 +219,4 @@ def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
     if "lm_head.weight" in files:
         recorder.tensor("lm_head.weight", (layout.draft_vocab, layout.geometry.hidden))
     files.refuse_unused_tensors(recorder.tensors)
-    return recorder.tensors
+    check_weights(files.checkpoint, recorder.tensors).raise_for_errors()

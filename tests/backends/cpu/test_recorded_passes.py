@@ -260,7 +260,7 @@ def chained(target, state, tokens, hidden, depth):
     fed = state.pairs.fed
     state.mtp.truncate(fed)
     try:
-        drafted = state.mtp_pass.chain(tokens, hidden.array, depth, target._mtp_lm_head)
+        drafted = state.mtp_pass.chain(tokens, hidden.array, depth, target._lm_head_of(0))
     finally:
         if state.mtp.length > fed:
             state.pairs.fed = fed + len(tokens)
@@ -354,7 +354,7 @@ def test_a_full_cache_and_wrong_inputs_are_refused(pair):
         bound.run([1, 2, 3, 4, 5])
     with pytest.raises(ContractError, match="outside the vocabulary"):
         bound.run([1, 100_000])
-    draft = target._mtp_passes.bind(target._new_mtp_caches(4))
+    draft = target._mtp_passes[0].bind(target._new_mtp_caches(4))
     width = target.info.hidden_size
     for wrong in (None, torch.zeros(1, width), torch.zeros(2, width + 1), torch.zeros(2, width, dtype=torch.float64)):
         with pytest.raises(ShapeError, match="hidden states that do not fit"):

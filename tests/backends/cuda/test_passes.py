@@ -128,7 +128,7 @@ def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build):
     """Graphs are made per number of pairs and per number of steps."""
     target = build(**HEAD)
     families.check_drafts(target, [(1, None, 3), (2, None, 1), (3, None, 1)])
-    (drafts,) = target._mtp_passes._drafts.values()
+    (drafts,) = target._mtp_passes[0]._drafts.values()
     assert (sorted(drafts.firsts), sorted(drafts.rests)) == ([(1, 64), (3, 64)], [(1, 64), (2, 64)])
 
 
@@ -139,14 +139,14 @@ def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build):
     heads = [base, base.extended([1, 2, 100]), base.extended([7, 50])]
     found = families.check_drafts(target, [(2, head, 1) for head in (*heads, *heads)])
     assert len(set(found)) > 1
-    assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
+    assert len(target._mtp_passes[0]._drafts) == 2  # with and without room for added rows
 
 
 def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build):
     """The embedding of one token breaks, so that the second step fails."""
     target = build(**HEAD)
     embedding = target.model.embed_tokens
-    object.__setattr__(target.model, "mtp_lm_head", target.ops.weight(embedding.tensor.clone()))  # they are tied
+    object.__setattr__(target.model.mtp[0], "lm_head", target.ops.weight(embedding.tensor.clone()))  # they are tied
     embedding.tensor = embedding.tensor.clone()
     states = [target.new_state(20, Needs(mtp=True)) for _ in range(3)]
     for state in states:

@@ -107,7 +107,9 @@ def test_a_chain_refuses_what_it_cannot_draft(metal, monkeypatch):
     assert state.mtp_pass.chain([1], hidden, room + 1, target.model.lm_head) is None
     assert state.mtp_pass.chain([1], hidden, 2, target.model.lm_head, Choosing((), Context([1]))) is None
     bad = target.model.lm_head * mx.nan
-    monkeypatch.setattr(target, "model", attrs.evolve(target.model, mtp_lm_head=bad))
+    monkeypatch.setattr(
+        target, "model", attrs.evolve(target.model, mtp=(attrs.evolve(target.model.mtp[0], lm_head=bad),))
+    )
     with pytest.raises(ContractError, match="are not finite"):
         target.draft_mtp(state, 4, 3)
 

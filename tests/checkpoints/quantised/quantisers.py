@@ -274,7 +274,8 @@ def meaning(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     values = matrix.values.double()[torch.from_numpy(codes)]
     factor = 1.0
     if "global_scale" in matrix.parts:
-        factor = float(matrix.parts["global_scale"] if matrix.divisor is None else 1 / matrix.divisor.double())
+        divisor = matrix.parts.get("divisor")
+        factor = float(matrix.parts["global_scale"] if divisor is None else 1 / divisor.double())
     scale = wide("scale") * factor
     largest = float(matrix.values.nan_to_num().abs().max())
     parts = (values.abs() + largest + wide("offset").abs()) * scale.abs() + wide("bias").abs()

@@ -134,7 +134,7 @@ def test_gpt_oss_blocks_and_scales(tmp_path):
 
 
 def test_a_matrix_of_more_than_one_slab_is_decoded_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("specdec.checkpoints.quantised.coding._SLAB", 200)
+    monkeypatch.setattr("specdec.checkpoints.quantised.stored._SLAB", 200)
     for i, (name, quantise) in enumerate(q.QUANTISERS.items()):
         parts, values = quantise(drawn(7, 150, 64))
         assert_same_bits(decoded(q.opened(tmp_path / str(i), parts)), values), name
