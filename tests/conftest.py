@@ -51,10 +51,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes():
-    """Compile the CPU kernels before the workers start: each of them would compile them as well."""
+def pytest_xdist_setupnodes(config):
+    """Compile the CPU kernels before the workers start: each of them would compile them as well.
+
+    A file's tests share what they build, so one worker runs them all, unless ``--dist`` says otherwise.
+    """
     from tests import tiny
 
+    if config.option.dist == "load":  # the default
+        config.option.dist = "loadfile"
     tiny.kernels_available()
 
 

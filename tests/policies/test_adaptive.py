@@ -137,7 +137,7 @@ def test_it_comes_back_within_three_trials_of_a_jump(catching_up):
     process = attrs.evolve(
         Process(acceptance=lambda n: [0.0] if n < 300 else [0.95], cost=line(0.1), draft=0.1), catching_up=catching_up
     )
-    for seed in range(20):
+    for seed in range(SEEDS):
         policy = adaptive(process.table())
         assert sum(cycle.asked > 0 for cycle in play(policy, process, 300, seed)[-40:]) <= 4
         after = play(policy, process, 1200, seed, begin=300)

@@ -26,6 +26,8 @@ FLAGS = (
     "-fno-math-errno",
     "-Wno-psabi",
 )
+TOGETHER = ("attention", "blocks", "delta", "norms", "pack", "search", "tape")
+"""Sources that are one unit, since most of the time of each would go into the headers that they share."""
 BUILD_SECONDS = 300  # a compiler that takes longer has hung
 _TAIL = 2000  # characters of compiler output kept in an error report
 
@@ -87,12 +89,17 @@ def compile_libraries(compiler: Compiler, libraries: Mapping[Path, Sequence[str]
     Raises: CompileError with the first failure; OSError.
     """
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first
+    together = [source for source in sources if source.stem in TOGETHER]
+    alone = [[source] for source in sources if source.stem not in TOGETHER]
     units, links = [], []
     for library, flags in libraries.items():
         command = [*compiler.command, *FLAGS, *flags]
-        objects = {source: library.with_name(f"{library.name}-{source.stem}.o") for source in sources}
-        units += [[*command, "-c", str(source), "-o", str(result)] for source, result in objects.items()]
-        links.append([*command, "-shared", *map(str, sorted(objects.values())), "-o", str(library)])
+        objects = []
+        for *others, source in filter(None, (*alone, together)):
+            objects.append(str(library.with_name(f"{library.name}-{source.stem}.o")))
+            before = [part for other in others for part in ("-include", str(other))]
+            units.append([*command, *before, "-c", str(source), "-o", objects[-1]])
+        links.append([*command, "-shared", *objects, "-o", str(library)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             for steps in (units, links):

@@ -36,7 +36,7 @@ from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.quantisers import NAME, meaning
 from tests.checkpoints.test_gguf import BLOCK_TYPES, with_matrix
 from tests.instruction_sets import RUNNABLE, kernels_of
-from tests.selection import examples
+from tests.selection import cases, examples
 
 SETTINGS = settings(examples(12), deadline=None)
 
@@ -371,17 +371,16 @@ def test_what_does_not_fit_the_layout_is_decoded(ops):
         noted.pop()
 
 
+FUSED = [name for name in RUNNABLE if name != "baseline"]
+
+
+@pytest.mark.parametrize("narrower", cases(FUSED[1:], sample=(), mark="slow"))
 @pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "mlx-affine 4 g64", "Q4_1", "Q5_K", "Q6_K", "IQ4_XS"])
-def test_instruction_sets_with_fused_multiply_add_agree(name, tmp_path):
+def test_instruction_sets_with_fused_multiply_add_agree(name, narrower, tmp_path):
     matrix = matrix_of(name, 70, 3, 1, tmp_path, torch.bfloat16)
     x = activations(9, matrix.shape[1], 2, "plain", torch.bfloat16)
-    fused = [kernels_of(instructions) for instructions in RUNNABLE if instructions != "baseline"]
-    first, *others = [
-        torch.from_numpy(ops.head(x, ops.weight(matrix)).rows())
-        for ops in (NativeOps(torch.bfloat16, kernels, int8=FORMATS) for kernels in fused)
-    ]
-    for other in others:
-        assert_same_bits(other, first)
+    both = (NativeOps(torch.bfloat16, kernels_of(one), int8=FORMATS) for one in (FUSED[0], narrower))
+    assert_same_bits(*(torch.from_numpy(ops.head(x, ops.weight(matrix)).rows()) for ops in both))
 
 
 def test_codes_that_are_no_integers_take_activations_as_they_are(int8_ops, float_ops, tmp_path):

@@ -74,7 +74,7 @@ void convolve(const T* window, const T* x, int64_t x_row, int64_t rows, int64_t 
 
 constexpr int VECTORS = W == 16 ? 4 : 2;  // four accumulators of each fill the registers
 constexpr int COLUMNS = VECTORS * W;
-constexpr int64_t TOKENS = 256;  // tokens whose q and k are prepared at once
+constexpr int64_t PREPARED = 256;  // tokens whose q and k are prepared at once
 
 // Layers whose matrices have at least this many floats bypass the caches when storing the new ones: before they are
 // read again, the weights of all layers pass through the caches.
@@ -177,13 +177,13 @@ void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const f
     const int64_t n = shape.key_dim, m = shape.value_dim, channels = shape.channels();
     const int64_t per_head = (m + COLUMNS - 1) / COLUMNS, ratio = shape.value_heads / shape.key_heads;
     const int64_t qk_row = 2 * shape.key_heads * n, gates_row = 2 * shape.value_heads;
-    const int64_t at_once = std::min(rows, TOKENS);
+    const int64_t at_once = std::min(rows, PREPARED);
     float* qk = scratch<4>(at_once * (qk_row + gates_row));
     float* gates = qk + at_once * qk_row;
     const float scale = 1.0f / std::sqrt((float)n);
     const int64_t size = shape.value_heads * n * m;
-    for (int64_t first = 0; first < rows; first += TOKENS) {
-        const int64_t tokens = std::min(TOKENS, rows - first);
+    for (int64_t first = 0; first < rows; first += PREPARED) {
+        const int64_t tokens = std::min(PREPARED, rows - first);
         for_blocks(tokens * channels * 8 < SERIAL_WORK ? 1 : threads, tokens, [&](int64_t t) {
             const T* row = u + (first + t) * channels;
             for (int64_t h = 0; h < shape.key_heads; ++h) {

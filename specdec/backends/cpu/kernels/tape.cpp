@@ -43,16 +43,16 @@ struct Step {
 
 // --- calls by signature: p pointer, i int64, f float ------------------------------------------------------------------
 
-template <char C> struct Kind;
-template <> struct Kind<'p'> {
+template <char C> struct Letter;
+template <> struct Letter<'p'> {
     using type = const void*;
     static type of(int64_t bits) { return reinterpret_cast<const void*>(bits); }
 };
-template <> struct Kind<'i'> {
+template <> struct Letter<'i'> {
     using type = int64_t;
     static type of(int64_t bits) { return bits; }
 };
-template <> struct Kind<'f'> {
+template <> struct Letter<'f'> {
     using type = float;
     static type of(int64_t bits) {
         float value;
@@ -65,12 +65,12 @@ template <class Result, const char* SIGNATURE, class Index> struct Call;
 template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, SIGNATURE, std::index_sequence<I...>> {
     // -1 for a function without a result
     static int64_t run(void* function, const int64_t* a) {
-        const auto call = reinterpret_cast<Result (*)(typename Kind<SIGNATURE[I]>::type...)>(function);
+        const auto call = reinterpret_cast<Result (*)(typename Letter<SIGNATURE[I]>::type...)>(function);
         if constexpr (std::is_void_v<Result>) {
-            call(Kind<SIGNATURE[I]>::of(a[I])...);
+            call(Letter<SIGNATURE[I]>::of(a[I])...);
             return -1;
         } else {
-            return call(Kind<SIGNATURE[I]>::of(a[I])...);
+            return call(Letter<SIGNATURE[I]>::of(a[I])...);
         }
     }
 };
