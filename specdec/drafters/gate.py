@@ -35,22 +35,19 @@ class DraftGate:
     Margin: the best raw logit minus the second best, in nats; infinite if only one token can be drafted.
 
     Attributes:
+        enabled: whether either threshold is set.
         steps: decisions taken.
         stopped: how many of them ended a draft.
     """
 
-    __slots__ = ("min_confidence", "min_margin", "steps", "stopped")
+    __slots__ = ("enabled", "min_confidence", "min_margin", "steps", "stopped")
 
     def __init__(self, min_confidence: float = 0.0, min_margin: float = 0.0) -> None:
         self.min_confidence = min_confidence
         self.min_margin = min_margin
+        self.enabled = min_confidence > 0 or min_margin > 0
         self.steps = 0
         self.stopped = 0
-
-    @property
-    def enabled(self) -> bool:
-        """Whether either threshold is set."""
-        return self.min_confidence > 0 or self.min_margin > 0
 
     def stops(self, logits: Logits, context: Context, drafted: Sequence[int] = ()) -> bool:
         """Whether the draft ends before the token that ``logits`` would give.

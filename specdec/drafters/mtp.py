@@ -59,9 +59,7 @@ class MtpDrafter(Drafter):
         sampling, pairs = context.sampling, self._state.pairs
         draft = MtpDraft(self._target, self._state, [context[-1]], depth=depth, head=head)
         coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
-        if (
-            not self._gate.enabled and coupled and not sampling.processors
-        ):  # the target can choose the tokens on its device
+        if coupled and not (self._gate.enabled or sampling.processors):  # the target chooses the tokens on its device
             known = pairs is not None and pairs.waiting > 0
             if sampling.temperature > 0 or not is_plain(sampling):
                 draft.choose = CoupledDraft(context)

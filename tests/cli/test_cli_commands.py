@@ -50,7 +50,7 @@ def test_plugins_lists_what_is_there_and_what_failed(invoke):
         "built in",
         "strict",
         "fixed",
-        "failed (registration): Plugin",
+        "failed (registration): tests.plugin_objects",
         "no drafters today",
     ):
         assert text in done.stdout
