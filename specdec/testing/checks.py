@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 import pickle
 import random
@@ -151,17 +150,20 @@ CHECKS: dict[str, Check] = {}
 """By id, all registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
 
 
-def check(id: str) -> Callable[[T], T]:
-    """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
+def _register(id: str, sentence: str, run: Callable[[Any, Run], None]) -> None:
     subject = next((subject for subject in Subject if subject.letter == id[:1]), None)
     if subject is None or not id[1:].isdigit():
         raise ValueError(f"an id is a Subject's letter and a number, got {id!r}")
+    if id in CHECKS:
+        raise ValueError(f"there is a check {id} already")
+    CHECKS[id] = Check(id, subject, " ".join(sentence.split("\n\n")[0].split()), run)
+
+
+def check(id: str) -> Callable[[T], T]:
+    """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
 
     def register(function: T) -> T:
-        if id in CHECKS:
-            raise ValueError(f"there is a check {id} already")
-        sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        CHECKS[id] = Check(id, subject, sentence, function)  # type: ignore[arg-type]
+        _register(id, function.__doc__ or "", function)  # type: ignore[arg-type]
         return function
 
     return register
@@ -170,21 +172,13 @@ def check(id: str) -> Callable[[T], T]:
 def checks_of(drive: Callable[[Any, Run, str], None], sentences: Mapping[str, str]) -> None:
     """Register the clauses that one driver checks, by id: ``drive(subject, run, id)`` raises the fault of one."""
     for id, sentence in sentences.items():
-
-        def run(subject: Any, run: Run, id: str = id) -> None:
-            drive(subject, run, id)
-
-        run.__doc__ = sentence
-        check(id)(run)
+        _register(id, sentence, lambda subject, run, id=id: drive(subject, run, id))  # type: ignore[misc]
 
 
 def driven(driver: Callable[..., Faults], sentences: Mapping[str, str], *, examples: int, **strategies: Any) -> None:
     """Register the clauses whose faults ``driver(subject, **case)`` looks for, in cases drawn by ``strategies``."""
 
-    def drive(subject: Any, run: Run, id: str) -> None:
-        run.drive(subject, id, driver, examples=examples, **strategies)
-
-    checks_of(drive, sentences)
+    checks_of(lambda subject, run, id: run.drive(subject, id, driver, examples=examples, **strategies), sentences)
 
 
 # --- searching -------------------------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ class Run:
         Raises: Broken for a fault of ``clause``.
         """
         key = (driver, self.seed, self.effort)
-        if clause not in subject.shown.get(key, {clause}):
+        if clause not in subject.known.get(key, {clause}):
             return
         shown: set[str] = set()
 
@@ -298,7 +292,7 @@ class Run:
                 raise faults[clause]
 
         self.explore(body, examples=examples, **strategies)
-        subject.shown[key] = shown
+        subject.known[key] = shown  # of a complete run
 
     def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: Any) -> None:
         """Call ``body`` with drawn arguments; the same seed draws the same cases.

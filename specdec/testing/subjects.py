@@ -66,7 +66,7 @@ class PluginSubject:
         needs: of a drafter.
         prepare: makes what the drafters of one pipeline have in common, for a target.
         shared: makes what the depth policies of one pipeline have in common, and ``make`` takes it; None: nothing.
-        shown: by driver, seed and effort, the clauses that a complete run of a driver showed to be broken.
+        known: what its checks have computed for each other.
     """
 
     kind: Subject
@@ -74,7 +74,7 @@ class PluginSubject:
     needs: Needs = NO_NEEDS
     prepare: Callable[[ForwardPass], Any] = lambda target: None
     shared: Callable[[], Any] | None = None
-    shown: dict[tuple[Any, ...], set[str]] = attrs.field(factory=dict, init=False, repr=False)
+    known: dict[object, Any] = attrs.field(factory=dict, init=False, repr=False)
 
 
 DrafterSubject = partial(PluginSubject, kind=Subject.DRAFTER)

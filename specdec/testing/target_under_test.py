@@ -7,7 +7,6 @@ must be those of plain decoding, and MTP drafts those of a fresh state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import attrs
@@ -154,10 +153,11 @@ class TargetUnderTest:
             raise Broken(what, got=got[:6], expected=truth[:6], largest_difference=f"{off:.3g}", **case)
 
 
-@lru_cache(maxsize=1)
 def under_test(subject: PluginSubject) -> TargetUnderTest:
     """The target of a subject, the same for all checks: plain decoding of the text is computed once."""
-    return TargetUnderTest(subject)
+    known: TargetUnderTest = subject.known.get("target") or TargetUnderTest(subject)
+    subject.known["target"] = known
+    return known
 
 
 def hidden_by_name(output: ForwardOutput) -> dict[str, Hidden]:

@@ -16,7 +16,6 @@ from specdec.errors import UnsupportedError
 from specdec.sampling import Purpose, draft_token, draw, gumbel
 from specdec.testing.reference_sampling import Places, reference_distribution, reference_logits
 from specdec.testing.strategies import log_uniform, samplings, seeds
-from specdec.testing.table_model import TableModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -183,11 +182,6 @@ def decide(verifier: Verifier, case: Case) -> Verdict | None:
 def emitted(case: Case, verdict: Verdict) -> list[int]:
     """The tokens that a verdict commits."""
     return [*case.draft.tokens[: verdict.accepted], verdict.next_token]
-
-
-def target_rows(model: TableModel, history: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float32]:
-    """A target's logits ``[K+1, V]`` along a draft."""
-    return np.stack([model.logits([*history, *drafted[:row]]) for row in range(len(drafted) + 1)])
 
 
 # --- every position of drafts of every depth -------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from specdec.testing.checks import (
 from specdec.testing.engine_run import expect_plain_output
 from specdec.testing.subjects import PluginSubject
 from specdec.testing.table_model import Memory, TableModel
-from specdec.testing.verifier_cases import VOCAB, Case, cases, decide, emitted, every_position, target_rows
+from specdec.testing.verifier_cases import VOCAB, Case, cases, decide, emitted, every_position
 
 
 def _calls(subject: PluginSubject, case: Case, cycle: int) -> Faults:
@@ -173,14 +173,14 @@ def identical_models(subject: PluginSubject, run: Run) -> None:
         nonlocal most
         verifier, sampling = subject.make(), Sampling(temperature=temperature, seed=seed)
         context = Context(list(history), sampling, cycle=cycle, draft_noise=verifier.draft_noise)
-        tokens: list[int] = []
-        probs = []
+        tokens, probs, rows = list[int](), [], [model.logits(history)]
         for _ in range(depth):
-            token, row = draft_token(HostLogits(model.logits([*history, *tokens])[None]), tokens, context)
+            token, row = draft_token(HostLogits(rows[-1][None]), tokens, context)
             tokens.append(token)
             probs += [] if row is None else [row]
+            rows.append(model.logits([*history, *tokens]))
         draft = Draft(tuple(tokens), np.stack(probs) if probs else None)
-        verdict = decide(verifier, Case(target_rows(model, history, tokens), history, draft, sampling, cycle=cycle))
+        verdict = decide(verifier, Case(np.stack(rows), history, draft, sampling, cycle=cycle))
         if verdict is None:
             return
         most = max(most, verdict.accepted)
