@@ -45,7 +45,8 @@ class MtpDrafter(Drafter):
     def __init__(self, config: MtpConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
-        self._gate = DraftGate(config.min_confidence, config.min_margin)
+        gated = config.min_confidence > 0 or config.min_margin > 0
+        self._gate = DraftGate(config.min_confidence, config.min_margin) if gated else None
         self._choice: HeadChoice | None = None
         self._dead_ends = 0  # drafts that ended because sampling rules left no token of the vocabulary
         if env.shared is not None:
@@ -59,14 +60,14 @@ class MtpDrafter(Drafter):
         sampling, pairs = context.sampling, self._state.pairs
         draft = MtpDraft(self._target, self._state, [context[-1]], depth=depth, head=head)
         coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
-        if coupled and not (self._gate.enabled or sampling.processors):  # the target chooses the tokens on its device
+        if self._gate is None and coupled and not sampling.processors:  # the target can choose the tokens on its device
             known = pairs is not None and pairs.waiting > 0
             if sampling.temperature > 0 or not is_plain(sampling):
                 draft.choose = CoupledDraft(context)
             tokens = yield from draft
             self._dead_ends += known and len(tokens) < depth
             return Draft(tokens)
-        drawing = Drawing(self._gate, context, reduced=head is not None)
+        drawing = Drawing(self._gate or DraftGate(), context, reduced=head is not None)
         draft.choose = lambda logits, drafted: drawing.next(logits)
         yield from draft
         self._dead_ends += drawing.dead_end
@@ -77,7 +78,7 @@ class MtpDrafter(Drafter):
             self._choice.forget()
 
     def report(self) -> Mapping[str, Any]:
-        gate = self._gate.report()
+        gate = {} if self._gate is None else self._gate.report()
         return gate if self._choice is None else {**self._choice.report(), "dead_ends": self._dead_ends, **gate}
 
 
