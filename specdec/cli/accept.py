@@ -78,15 +78,12 @@ def accept(
     if trace_file is not None:
         _judge_traffic(ctx, config, trace_file, depth, as_json=as_json)
         return
+    from specdec.measuring.ablations import parse_switches
     from specdec.measuring.acceptance import AcceptanceMeasurement
     from specdec.measuring.drafts import DraftLog
     from specdec.measuring.plots import plot_acceptance
 
-    switches: tuple[str, ...] = ()
-    if ablate is not None:
-        from specdec.measuring.ablations import parse_switches
-
-        switches = parse_switches(ablate)
+    switches = () if ablate is None else parse_switches(ablate)
     measuring.check_writable(log_file)
 
     log: DraftLog | None = None

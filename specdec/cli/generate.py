@@ -119,8 +119,7 @@ def generate(
     settings: CallSettings = {}
     if prediction_file is not None:
         settings["prediction"] = read_text(str(prediction_file))
-    if html_file is not None:
-        check_writable(html_file)
+    check_writable(html_file)
 
     from specdec.serving.page import ALTERNATIVES
 

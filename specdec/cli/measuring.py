@@ -169,25 +169,19 @@ def plain_milliseconds(lm: LanguageModel) -> float:
 
     arm = plain(lm)
     prompt = lm.tokenizer.encode("The ")
-    settings: dict[str, Any] = {
-        "max_new_tokens": PLAIN_TOKENS,
-        "ignore_eos": True,
-        "logprobs": ALTERNATIVES,
-        "processors": (),
-    }
+    settings: Any = {"max_new_tokens": PLAIN_TOKENS, "ignore_eos": True, "logprobs": ALTERNATIVES, "processors": ()}
     runs = [arm.generate(prompt, **settings).stats for _ in range(2)]
     return min(1e3 * stats.decode_seconds / stats.tokens for stats in runs)
 
 
-def check_writable(*files: pathlib.Path | None) -> None:
-    """Check before a long run that its files can be written. Raises: UnsupportedError naming the file."""
-    for file in files:
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise UnsupportedError(
-                "there is no folder to write the file into, or it is a folder itself",
-                file=file,
-                try_="a file's name" if file.is_dir() else f"mkdir -p {file.parent}",
-            )
+def check_writable(file: pathlib.Path | None) -> None:
+    """Check before a long run that its file can be written. Raises: UnsupportedError naming the file."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise UnsupportedError(
+            "there is no folder to write the file into, or it is a folder itself",
+            file=file,
+            try_="a file's name" if file.is_dir() else f"mkdir -p {file.parent}",
+        )
 
 
 # --- lines of a report -----------------------------------------------------------------------------------------------
