@@ -396,7 +396,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
     assert isinstance(header, dict)  # it starts with "{"
     header.pop("__metadata__", None)
-    tensors = {name: _entry(file, 8 + length, name, entry) for name, entry in header.items()}
+    tensors = {name: _entry(file, 8 + length, name, header.pop(name)) for name in [*header]}  # one form of each
     last = max(tensors, key=lambda name: tensors[name].stop, default=None)
     end = 8 + length if last is None else tensors[last].stop
     if end != size:

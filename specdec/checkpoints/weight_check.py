@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 
 import attrs
@@ -59,7 +60,7 @@ class WeightCheck:
     def raise_for_errors(self) -> None:
         """Raise the first error, if any. Raises: CheckpointError naming file, tensor and shapes."""
         if self.errors:
-            raise self.errors[0]
+            raise copy(self.errors[0])  # what was raised keeps its frames alive, and they keep this
 
 
 def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> WeightCheck:
