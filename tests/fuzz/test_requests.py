@@ -152,7 +152,7 @@ def check(answer):
 
 @pytest.fixture(scope="module")
 def small():
-    with serving("--keep", 0, "--most-tokens", 8) as server:
+    with serving("--keep", 0, "--most-tokens", 8, "--grace", HUNG) as server:
         yield server
 
 
