@@ -10,7 +10,7 @@ from tests.processes import ROOT, run_python
 
 NAMED = re.compile(r"python -m (benchmarks\.\w+)([^`#\n]*)")
 RUNS = {
-    "adaptive": "--tokens 24 --warm 8 --settling 3 --repeats 1 --deepest 1",
+    "adaptive": "--tokens 24 --warm 8 --settling 1 --repeats 1 --deepest 1",
     "batches": "--sizes 2 --tokens 8 --repeats 1",
     "busy": "--busy 1 --tokens 8 --repeats 1 --depth 0",
     "cpu_kernels": "--rounds 1 --only rms_norm",

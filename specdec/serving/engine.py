@@ -188,7 +188,7 @@ class Engine:
         self._jobs: queue.SimpleQueue[tuple[Turn, Prepared]] = queue.SimpleQueue()
         # a daemon: a pass that does not return must not hold the end of the process
         threading.Thread(target=self._work, name="specdec-engine", daemon=True).start()
-        metrics.waiting.set_function(lambda: max(len(self._turns) - len(self._running), 0))
+        metrics.waiting.set_function(lambda: max(len(self._turns) - self._parallel, 0))
 
     # --- called on the event loop ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 The parent side is ``Loader``. A request and a report are JSON objects, one a line. The process ends itself when one
 command or call takes ``HANG_S`` seconds of processor time, however busy the machine is; the parent ends it after
-``BLOCKED_S`` on the clock, which only a process that waits for something can reach.
+``HUNG`` seconds on the clock, which only a process that waits for something can reach.
 """
 
 import contextlib
@@ -18,8 +18,9 @@ import threading
 import traceback
 from typing import Any
 
+from tests.processes import HUNG
+
 HANG_S = 20
-BLOCKED_S = 120
 ROOM = 4 * 2**30  # bytes of address space beyond what the process has at its start
 
 
@@ -158,7 +159,7 @@ class Loader:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        watchdog = threading.Timer(BLOCKED_S, self._process.kill)
+        watchdog = threading.Timer(HUNG, self._process.kill)
         watchdog.start()
         try:
             print(json.dumps(request), file=self._process.stdin, flush=True)

@@ -6,7 +6,6 @@ and its text is the same as before. ``campaign.py`` says how many seeds are trie
 
 import json
 import random
-import time
 
 import pytest
 
@@ -18,7 +17,6 @@ from tests.serving.serving import ASK, check_error, serving
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-SECONDS = 2.0  # that a server at rest takes to answer
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHORT = {**ASK, "max_tokens": 2}
 FUNCTION = {
@@ -154,7 +152,7 @@ def check(answer):
 
 @pytest.fixture(scope="module")
 def small():
-    with serving("--keep", 0, "--most-tokens", 8) as server:
+    with serving("--keep", 0, "--most-tokens", 8, "--grace", HUNG) as server:
         yield server
 
 
@@ -171,6 +169,3 @@ def test_a_hostile_request(seeds, small):
         except Exception as error:
             raise AssertionError(f"seed {seed}: {b''.join(pieces)[:1000]!r}") from error
     assert small.post(CHAT, {**ASK, "max_tokens": 8})[2]["choices"] == truth
-    began = time.monotonic()
-    assert small.request("GET", "/health")[0] == 200
-    assert time.monotonic() - began < SECONDS

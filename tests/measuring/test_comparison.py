@@ -14,6 +14,7 @@ from specdec.measuring.prompts import Prompt
 from specdec.measuring.rounding import ROUNDING, Verdict
 from specdec.measuring.server import Answer, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
+from tests.processes import HUNG
 
 REQUEST = Request(max_new_tokens=16)
 PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(8)]
@@ -133,7 +134,7 @@ def test_a_batch_shows_what_requests_alone_do_not():
 
         def answer(self, prompt, request):
             if self.batch:
-                together.wait(5)
+                together.wait(HUNG)
             wrong = self.batch and request.temperature == 0
             return attrs.evolve(ToyEngine(Toy(depth=2, keeps=1 if wrong else None))).answer(prompt, request)
 

@@ -105,7 +105,7 @@ def test_processors_of_one_name_are_told_apart(monkeypatch, cpuinfo, name):
 
 def test_measuring_prices_every_depth_and_changes_nothing(demo):
     before = demo.generate("def add", max_new_tokens=24, ignore_eos=True)
-    table = measure_costs(demo, (0, 1, 2, 4), repeats=2, budget_s=float("inf"))
+    table = measure_costs(demo, (0, 1, 2, 4), budget_s=float("inf"))
     assert sorted(table.verify) == [1, 2, 3, 5]
     assert sorted(table.draft) == [0, 1, 2, 4]
     assert 0.0 < table.verify[1] < 1.0

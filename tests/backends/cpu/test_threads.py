@@ -1,6 +1,5 @@
 """The team of threads: each block runs once, for several callers at a time and after a fork; and the team's size."""
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ from specdec.backends.cpu.library import KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.threads import Threads, given_processors
 from specdec.errors import ConfigError
+from tests.processes import run_python
 
 
 def native_ops(threads):
@@ -84,13 +84,13 @@ assert specdec.load(drafter="mtp", depth=2).generate("def f(", max_new_tokens=24
 @pytest.mark.slow
 def test_a_process_may_fork_while_its_threads_generate():
     """Catches: a child that waits for a lock which a thread of its parent held."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BUSY], check=True, timeout=300)
+    run_python("-W", "ignore", "-c", BUSY)
 
 
 @pytest.mark.slow
 def test_the_default_device_of_the_program_does_not_matter():
     """Catches: memory for a kernel that was allocated on another device."""
-    subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, timeout=300)
+    run_python("-c", ELSEWHERE)
 
 
 def test_target_threads_reaches_the_kernels(tmp_path):
