@@ -1,10 +1,14 @@
 """The process of ``specdec`` and ``python -m specdec``: its streams, and Ctrl-C while modules are imported."""
 
+import gc
 import sys
+
+_OBJECTS = 50_000  # new ones before the collector looks for cycles; at 700 it runs again and again during imports
 
 
 def run() -> None:
     """Run the command line, and exit with its status."""
+    gc.set_threshold(_OBJECTS)
     try:
         from specdec.files.streams import prepare
 
