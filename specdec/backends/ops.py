@@ -497,7 +497,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def head(self, x: Array, weight: Array) -> Logits:
-        """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, on the device. Of wider rows, the last columns count."""
+        """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, on the device."""
 
     def softcap(self, logits: Logits, cap: float) -> Logits:
         """``cap * tanh(logit / cap)`` of every logit, in float32. By default on the host.

@@ -79,7 +79,7 @@ class DecoderModel:
         return [()] * len(self.layers) if self.layer_inputs is None else self.layer_inputs(x, tokens)
 
     def logits(self, x: Array) -> Logits:
-        """The logits of states after the final norm, the last H columns of ``x``."""
+        """The logits of states after the final norm ``[T, H]``."""
         logits = self.ops.head(x if self.logit_scale == 1.0 else self.ops.scale(x, self.logit_scale), self.lm_head)
         return self.ops.softcap(logits, self.logit_cap) if self.logit_cap else logits
 
@@ -333,7 +333,7 @@ class CausalLM(ForwardPass):
         state = self._to_decode(state, tokens)
         x = state.target_pass.run(tokens)
         state.decoded = tuple(tokens), x  # the list of tokens is the caller's
-        return self._output(state, tokens, x, self.model.logits(x))
+        return self._output(state, tokens, x, self.model.logits(self._final(state, x)))
 
     def decode_batch(self, batch: Sequence[tuple[State, Sequence[int]]]) -> list[ForwardOutput]:
         """As in ``ForwardPass``: passes of up to ``info.batch_rows`` rows, each over states with equal boundaries."""
@@ -360,7 +360,7 @@ class CausalLM(ForwardPass):
         states = [_own(state) for state, _ in batch]
         first, *others = (state.target_pass for state in states)
         x = first.run_batch(others, [tokens for _, tokens in batch])
-        logits: Any = self.model.logits(x)
+        logits: Any = self.model.logits(self._final(states[0], x))
         end = 0
         for state, (_, tokens) in zip(states, batch, strict=True):
             own = slice(end, end := end + len(tokens))

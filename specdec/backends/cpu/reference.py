@@ -324,7 +324,7 @@ class ReferenceOps(Ops):
     # --- head and rows ---------------------------------------------------------------------------------------------
 
     def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
-        return CpuLogits(self._product(x[:, -weight.shape[1] :], weight).float())
+        return CpuLogits(self._product(x, weight).float())
 
     def head_rows(self, weight: Tensor, tokens: Sequence[int], base: Any = None) -> HeadRows:
         # embed can read packed weights

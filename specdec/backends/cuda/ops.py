@@ -344,7 +344,7 @@ class CudaOps(Ops):
     # --- head ------------------------------------------------------------------------------------------------------
 
     def head(self, x: Any, weight: Weight) -> CudaLogits:
-        x = materialised(x)[:, -weight.shape[1] :]
+        x = materialised(x)
         return CudaLogits(len(x), lambda: products.logits(x, [weight]))
 
     def head_rows(self, weight: Weight, tokens: Sequence[int], base: Any = None) -> CudaHeadRows:

@@ -343,7 +343,7 @@ class MetalOps(Ops):
     # --- head and rows ---------------------------------------------------------------------------------------------
 
     def head(self, x: mx.array, weight: Matrix) -> MetalLogits:
-        return MetalLogits(self._float32_product(x[:, -weight.shape[1] :], weight))
+        return MetalLogits(self._float32_product(x, weight))
 
     def head_rows(self, weight: Matrix, tokens: Sequence[int], base: Any = None) -> MetalHeadRows:
         if base is None:

@@ -65,8 +65,8 @@ def _tied(bench: Bench) -> Any:
 
 @check("O10")
 def head(subject: PluginSubject, run: Run) -> None:
-    """``head`` gives float32 logits of every row, by the last columns of wider ones, over a vocabulary of any size, and
-    their argmax, the lowest id of equal ones; ``softcap`` limits them."""
+    """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax, the lowest id of
+    equal ones; ``softcap`` limits them."""
     _compare(subject, run, "O10")
     bench = Bench(subject, run)
     for rows in ROWS:

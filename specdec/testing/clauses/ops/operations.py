@@ -316,8 +316,7 @@ def _gated_rms_norm(bench: Bench, rows: int, number: int) -> Call:
 
 
 def _head(bench: Bench, rows: int, number: int) -> Call:
-    x = bench.act(rows, (1 + number % 2) * LENGTH)
-    return Call(lambda ops, x, w: ops.head(x, w).rows(), x, bench.matrix(VOCAB, LENGTH))
+    return Call(lambda ops, x, w: ops.head(x, w).rows(), bench.act(rows, LENGTH), bench.matrix(VOCAB, LENGTH))
 
 
 def _pruned_head(bench: Bench, rows: int, number: int) -> Call:
