@@ -81,12 +81,12 @@ class MtpPairs:
 
         Does nothing after a gap: a state that was built without the ledger has lost hidden states for good.
         """
-        if length != self.length:
+        if length != self.fed + self.waiting:
             return
         # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
         self._tokens += tokens if self._hidden else tokens[1:]
         self._hidden.append(hidden)
-        self.waiting += len(hidden)
+        self.waiting += len(tokens)
 
     def take(self, pending: int | None = None) -> tuple[list[int], Hidden]:
         """Remove the waiting pairs, for a pass of the head. Without ``pending``, the last hidden state stays."""

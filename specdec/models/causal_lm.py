@@ -98,8 +98,7 @@ class SequenceState(State):
     later: LaterModules | None  # None for a head of one module
     prefill_pass: Pass  # ``target_pass``, or one whose output nobody reads
     pairs: MtpPairs | None
-    # of an uncommitted decode: tokens, result, and the states after the final norm in it
-    decoded: tuple[Sequence[int], Array, Array] | None = None
+    decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of an uncommitted decode
 
     @property
     def length(self) -> int:
@@ -133,9 +132,10 @@ class Columns(Hidden):
         return Columns(self._whole[rows], self._columns)
 
     def join(self, others: Sequence[Hidden]) -> Columns:
-        alike = [other for other in others if isinstance(other, Columns) and other._layout == self._layout]
+        layout = self._layout
+        alike = [other._whole for other in others if isinstance(other, Columns) and other._layout == layout]
         if len(alike) == len(others):
-            return Columns(self._whole.join([other._whole for other in alike]), self._columns)
+            return Columns(self._whole.join(alike), self._columns)
         cut = self.cut().join([other.cut() if isinstance(other, Columns) else other for other in others])
         return Columns(cut, slice(None))
 
@@ -169,7 +169,7 @@ class Boundaries(Mapping[int, Hidden]):
         if boundary not in self._asked:
             raise KeyError(boundary)
         first = self._places.index(boundary)
-        return self._columns(first, first + 1).cut()
+        return Columns(self._whole, self._columns(first, first + 1)).cut()
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._asked)
@@ -177,21 +177,23 @@ class Boundaries(Mapping[int, Hidden]):
     def __len__(self) -> int:
         return len(self._asked)
 
-    def side_by_side(self, needs: Needs) -> Columns | None:
+    def side_by_side(self, needs: Needs, later: Sequence[Boundaries] = ()) -> Columns | None:
         """What ``needs`` requests as one row per token, the states after the final norm last; None if not adjacent.
 
-        It has a boundary: a pass that is asked for none gives no ``Boundaries``.
+        It has a boundary: a pass that is asked for none gives no ``Boundaries``. The rows of ``later`` passes over the
+        same state follow.
         """
         wanted, places = needs.boundaries, self._places
         first = places.index(wanted[0])
         end = first + len(wanted)
         if places[first:end] != wanted or (needs.final_hidden and end < len(places)):
             return None
-        return self._columns(first, end + needs.final_hidden)
+        whole = self._whole.join([one._whole for one in later]) if later else self._whole
+        return Columns(whole, self._columns(first, end + needs.final_hidden))
 
-    def _columns(self, first: int, end: int) -> Columns:
+    def _columns(self, first: int, end: int) -> slice:
         size = self._whole.array.shape[1] // (len(self._places) + 1)
-        return Columns(self._whole, slice(first * size, end * size))
+        return slice(first * size, end * size)
 
 
 class CausalLM(ForwardPass):
@@ -308,7 +310,7 @@ class CausalLM(ForwardPass):
             before = state.length
             x = state.prefill_pass.run(chunk)
             state.prefill_pass.commit(len(chunk))
-            self._add_pairs(state, chunk, x, self._final(state, x), before)
+            self._add_pairs(state, chunk, x, before)
             self.feed_mtp(state)
             if state.needs.hidden:  # a copy of the last row, so that the chunk is freed
                 parts = [*parts, x] if state.needs.prompt_rows == "all" else [self._joined([x[-1:]])]
@@ -316,7 +318,7 @@ class CausalLM(ForwardPass):
         if not parts:
             return ForwardOutput(rows=len(tokens))
         x = parts[0] if len(parts) == 1 else self._joined(parts)
-        return self._output(state, tokens, x, self._final(state, x))
+        return self._output(state, tokens, x)
 
     def _to_decode(self, state: State, tokens: Sequence[int]) -> SequenceState:
         """The state of a pass, once its tokens are checked."""
@@ -330,9 +332,8 @@ class CausalLM(ForwardPass):
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = self._to_decode(state, tokens)
         x = state.target_pass.run(tokens)
-        final = self._final(state, x)
-        state.decoded = tuple(tokens), x, final  # the list of tokens is the caller's
-        return self._output(state, tokens, x, final, self.model.logits(final))
+        state.decoded = tuple(tokens), x  # the list of tokens is the caller's
+        return self._output(state, tokens, x, self.model.logits(self._final(state, x)))
 
     def decode_batch(self, batch: Sequence[tuple[State, Sequence[int]]]) -> list[ForwardOutput]:
         """As in ``ForwardPass``: passes of up to ``info.batch_rows`` rows, each over states with equal boundaries."""
@@ -359,25 +360,24 @@ class CausalLM(ForwardPass):
         states = [_own(state) for state, _ in batch]
         first, *others = (state.target_pass for state in states)
         x = first.run_batch(others, [tokens for _, tokens in batch])
-        final = self._final(states[0], x)
-        logits: Any = self.model.logits(final)
+        logits: Any = self.model.logits(self._final(states[0], x))
         end = 0
         for state, (_, tokens) in zip(states, batch, strict=True):
             own = slice(end, end := end + len(tokens))
-            state.decoded = tuple(tokens), x[own], final[own]
+            state.decoded = tuple(tokens), x[own]
             yield self._output(state, *state.decoded, logits[own])
 
     def commit(self, state: State, rows: int) -> None:
         state = _own(state)
         if state.decoded is None:
             raise StateError("commit without a decode before it")
-        tokens, x, final = state.decoded
+        tokens, x = state.decoded
         if not 0 <= rows <= len(tokens):
             raise StateError(f"commit takes 0 to {len(tokens)} rows of the last decode, got {rows}")
         before = state.length
         state.target_pass.commit(rows)
         if rows:
-            self._add_pairs(state, tokens[:rows], x, final, before)
+            self._add_pairs(state, tokens[:rows], x if rows == len(tokens) else x[:rows], before)
             if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
                 self.feed_mtp(state)
         state.decoded = None
@@ -387,14 +387,14 @@ class CausalLM(ForwardPass):
         return x[:, -self.info.hidden_size :] if state.boundaries else x
 
     def _output(
-        self, state: SequenceState, tokens: Sequence[int], x: Array, final: Array, logits: Logits | None = None
+        self, state: SequenceState, tokens: Sequence[int], x: Array, logits: Logits | None = None
     ) -> ForwardOutput:
-        """``x`` and ``final``: the output of a pass, and the states after the final norm in it."""
+        """``x``: the output of a pass."""
         needs = state.needs
         return ForwardOutput(
             rows=len(tokens),
             logits=logits,
-            hidden=self.ops.hidden(final) if needs.final_hidden else None,
+            hidden=self.ops.hidden(self._final(state, x)) if needs.final_hidden else None,
             boundaries=self._boundaries(state, x, needs.boundaries) if needs.boundaries else {},
         )
 
@@ -403,12 +403,14 @@ class CausalLM(ForwardPass):
 
     # --- MTP pairs -------------------------------------------------------------------------------------------------
 
-    def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, final: Array, before: int) -> None:
+    def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            hidden = self.ops.hidden(final)
-            if self.model.mtp_residual:
-                hidden = self._boundaries(state, x, state.boundaries)[self.info.layers]
-            state.pairs.add(tokens, hidden if len(tokens) == len(hidden) else hidden[: len(tokens)], before)
+            hidden: Hidden = (
+                self._boundaries(state, x, state.boundaries)[self.info.layers]
+                if self.model.mtp_residual
+                else self.ops.hidden_type(self._final(state, x))
+            )
+            state.pairs.add(tokens, hidden, before)
 
     def _mark(self, state: SequenceState) -> None:
         """Save a restore point in the recurrent caches, so that a rewind need not start over."""

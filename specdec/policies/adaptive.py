@@ -9,6 +9,7 @@ The output of an exact verifier does not depend on the depth, so feedback across
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -139,10 +140,15 @@ class DrafterDepth:
         self._lasted, self._patient, self.depth = 0, False, 0
         self.depth = self._best(0.0)
 
-    @property
-    def quiet(self) -> bool:
-        """Whether plain decoding is settled and no trial is due: then most cycles need no attention."""
-        return self.rates.plain_cycles > QUIET and not (self.depth or self.opening or self._cycles)
+    def quiet(self, budget: Budget) -> int:
+        """The next plain cycles that need no attention: some while plain decoding is settled and no trial is due."""
+        plain = self.rates.plain_cycles
+        if plain <= QUIET or self.depth or self.opening or self._cycles:
+            return 0
+        rest = math.ceil(self._wait() - self._tokens)
+        if rest <= 0:
+            rest = 0 if self.affordable(budget, 1) else REST
+        return min(rest, -plain % SELDOM)
 
     @property
     def gain(self) -> float:
@@ -208,9 +214,9 @@ class DrafterDepth:
             if self._lasted == LASTING:
                 self._distance = self._config.first_probe
 
-    def idle(self, tokens: int) -> None:
-        """Count the tokens of a cycle that did without this drafter."""
-        self.rates.plain_cycles += 1
+    def idle(self, tokens: int, cycles: int = 1) -> None:
+        """Count the tokens of cycles that did without this drafter."""
+        self.rates.plain_cycles += cycles
         self._pass(tokens)
 
     def _pass(self, tokens: int) -> None:
@@ -268,6 +274,7 @@ class AdaptivePolicy(DepthPolicy):
 
     def __init__(self, config: AdaptiveConfig, learnt: Learnt | None = None) -> None:
         self._config, self._learnt = config, learnt if learnt is not None else Learnt()
+        self._quiet = 0  # plain cycles to come that are counted already: attention to each would slow plain decoding
         last = self._learnt.last
         if last is None:
             passes = self._learnt.passes[: config.max_depth + 1]
@@ -279,6 +286,7 @@ class AdaptivePolicy(DepthPolicy):
             self._passes, self._budget, self._drafters = copy.deepcopy(parts)
             self._passes.begin()
             for one in self._drafters.values():
+                one.idle(-last._quiet, -last._quiet)
                 one.begin()
         self._tokens = self._seconds = 0.0  # decayed sums, at the table's load
         self._asked: dict[str, int] = {}  # the depths that a chain asked for in this cycle
@@ -307,7 +315,7 @@ class AdaptivePolicy(DepthPolicy):
         )
 
     def next_depth(self, stats: Stats) -> int:
-        return max(one.next_depth(self._budget) for one in self._drafters.values())
+        return 0 if self._quiet else max(one.next_depth(self._budget) for one in self._drafters.values())
 
     def depth_of(self, drafter: str, depth: int) -> int:
         self._drafters.pop("", None)  # that of a drafter that is no chain
@@ -317,7 +325,8 @@ class AdaptivePolicy(DepthPolicy):
     def record(self, cycle: CycleRecord) -> None:
         seconds = cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
         self._budget.passed(seconds)
-        if not cycle.depth and self._passed_over():
+        if self._quiet:
+            self._quiet -= 1
             return
         self._learnt.last = self
         drafting = self._of(cycle.drafter) if cycle.offered else None
@@ -337,18 +346,9 @@ class AdaptivePolicy(DepthPolicy):
             else:
                 one.idle(len(cycle.emitted))
         self._asked.clear()
-
-    def _passed_over(self) -> bool:
-        """Whether a plain cycle is only counted: attention to each would slow plain decoding."""
-        due = True
-        for one in self._drafters.values():
-            if not one.quiet:
-                return False
-            due = due and not one.rates.plain_cycles % SELDOM
-        if not due:
-            for one in self._drafters.values():
-                one.idle(1)
-        return not due
+        self._quiet = min(one.quiet(self._budget) for one in self._drafters.values())
+        for one in self._drafters.values() if self._quiet else ():
+            one.idle(self._quiet, self._quiet)
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:

@@ -38,7 +38,7 @@ from specdec.contract import (
 )
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import Surroundings
+from specdec.drafters.heads.network import States, Surroundings
 from specdec.drafters.heads.refiner import Block, Refiner
 from specdec.drafters.logits import MappedLogits
 from specdec.drafters.pruned_head import AUTO, FULL, HeadChoice, PreparedVocabulary, PrunedHeadConfig
@@ -47,6 +47,7 @@ from specdec.models.causal_lm import PrunedHead, weights_of
 from specdec.text import common_prefix
 
 FEED_ROWS = 512  # pairs per pass of the head; bounds the memory of a long prompt
+UNREAD = 64  # rows that are read at once: one by one they take a multiple of the time
 MARKS = 8  # ends of prompts whose last hidden state is kept, for a rewind to there
 
 
@@ -130,6 +131,8 @@ class HeadDrafter(Drafter):
         if self._head.vocabulary is not None:
             self._choice = HeadChoice(self._head.vocabulary, config)
         self._pairs = MtpPairs()
+        self._unread: list[States] = []  # of the last cycles without a draft, which the ledger lacks: a row each
+        self._before = 0  # tokens before those rows
         self._fed_tokens: list[int] = []  # of the pairs in the caches
         self._unsure = False  # whether those are to be compared with the context
         self._ends: list[int] = []  # lengths of which the ledger keeps the last state
@@ -143,23 +146,35 @@ class HeadDrafter(Drafter):
     # --- following the target ----------------------------------------------------------------------------------------
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
-        self._compare(context)
-        self._add(context, output, output.rows, len(context) - output.rows)
+        self._read(context)
+        self._add(context, [(output.hidden, output.boundaries)], output.rows, len(context) - output.rows)
         self._feed()
         if self._pairs.length == len(context):
             self._ends = [*self._ends[1 - MARKS :], len(context)]
             self._pairs.mark(self._ends)
 
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
-        self._compare(context)
-        rows = verdict.accepted + 1
-        self._add(context, output, rows, len(context) - 1 - rows)
+        unread, states, rows = self._unread, (output.hidden, output.boundaries), verdict.accepted + 1
+        before = len(context) - 1 - rows
+        if output.rows > 1 or len(unread) == UNREAD or before != self._before + len(unread):
+            self._read(context)
+            self._before = before
+        if output.rows > 1:
+            self._add(context, [states], rows, before)
+        else:
+            self._unread.append(states)
 
-    def _add(self, context: Context, output: ForwardOutput, rows: int, before: int) -> None:
+    def _read(self, context: Context) -> None:
+        """Add the unread rows to the ledger; precedes every other use of it."""
+        self._compare(context)
+        unread, self._unread = self._unread, []
+        self._add(context, unread, len(unread), self._before)
+
+    def _add(self, context: Context, outputs: Sequence[States], rows: int, before: int) -> None:
         """Add the states of ``rows`` committed rows that follow ``before`` tokens, unless the ledger has a gap."""
         skipped = self._pairs.length - before
         if 0 <= skipped < rows:
-            states = self._around.states(output)
+            states = self._around.states(outputs)
             if skipped or rows < len(states):
                 states = states[skipped:rows]
             self._pairs.add(context[before + skipped : before + rows], states, before + skipped)
@@ -176,14 +191,14 @@ class HeadDrafter(Drafter):
 
     def _catch_up(self, context: Context) -> bool:
         """Whether all committed positions are known. What the engine did not report is computed again."""
-        self._compare(context)
+        self._read(context)
         committed = len(context) - 1
         if self._pairs.length < committed:
             state = self._target.new_state(committed, self._around.needs)
             for at in range(0, committed, FEED_ROWS):
                 chunk = context[at : min(at + FEED_ROWS, committed)]
                 output = self._target.prefill(state, chunk)
-                self._add(context, output, len(chunk), at)
+                self._add(context, [(output.hidden, output.boundaries)], len(chunk), at)
             self._replayed += committed
         return self._ready()
 
@@ -256,6 +271,7 @@ class HeadDrafter(Drafter):
             self._choice.forget()
 
     def _cut(self, length: int) -> None:
+        del self._unread[max(0, length - self._before) :]
         if length < self._pairs.length:
             self._pairs.cut(length)
             self._ends = [end for end in self._ends if end <= length]
@@ -263,7 +279,7 @@ class HeadDrafter(Drafter):
         self._truncate()
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
-        self._compare(context)
+        self._read(context)
         self._feed()
         self._truncate()
         if self._unsure or not self._pairs.length:

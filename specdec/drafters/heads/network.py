@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ from specdec.backends.batching import batching
 from specdec.backends.choice import make_backend
 from specdec.backends.ops import Array, Cache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
-from specdec.contract import ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
+from specdec.contract import ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Layout
 from specdec.models.causal_lm import Boundaries, Columns
@@ -117,6 +117,10 @@ class Network:
         return [layer.mixer.new_cache(capacity) for layer in self.layers]
 
 
+States = tuple[Hidden | None, Mapping[int, Hidden]]
+"""The states of an output: those after the final norm, and those at layer boundaries."""
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Surroundings:
     """What a head computes with beside its own weights.
@@ -146,14 +150,21 @@ class Surroundings:
         """Of activations."""
         return self.ops.to_host(self.ops.embed(self.embed_tokens, [0])).dtype
 
-    def states(self, output: ForwardOutput) -> Columns:
-        """The states that the head reads, side by side in the order in which ``fc`` takes them: ``[T, n * H_t]``."""
-        boundaries = output.boundaries
-        if isinstance(boundaries, Boundaries) and (states := boundaries.side_by_side(self.needs)) is not None:
-            return states
-        apart = [boundaries[k] for k in self.needs.boundaries]
-        apart += [output.need_hidden()] if self.needs.final_hidden else []
-        return self.whole(functools.reduce(self.ops.concat, map(self.array, apart)))
+    def states(self, outputs: Sequence[States]) -> Columns:
+        """The states of outputs that the head reads, in the order in which ``fc`` takes them: ``[T, n * H_t]``."""
+        first = outputs[0][1]
+        if isinstance(first, Boundaries):
+            later: list[Any] = [boundaries for _, boundaries in outputs[1:]]
+            if (states := first.side_by_side(self.needs, later)) is not None:
+                return states
+        rows = []
+        for hidden, boundaries in outputs:
+            apart = [boundaries[k] for k in self.needs.boundaries]
+            if self.needs.final_hidden:
+                assert hidden is not None
+                apart.append(hidden)
+            rows.append(self.whole(functools.reduce(self.ops.concat, map(self.array, apart))))
+        return rows[0].join(rows[1:]) if rows[1:] else rows[0]
 
     def whole(self, states: Array) -> Columns:
         """States side by side, to be joined with those of passes."""

@@ -52,3 +52,19 @@ def test_a_restored_head_goes_on_drafting(tmp_path, saved):
     ours, theirs = (one.generate(range(20, 60), max_new_tokens=12, ignore_eos=True).stats for one in (other, session))
     assert ours.speculation()["active"]
     assert (ours.offered, ours.accepted) == (theirs.offered, theirs.accepted)
+
+
+@pytest.mark.parametrize("kept", [None, 10])
+def test_a_head_that_was_off_drafts_as_if_it_had_not_been(kept):
+    """Also where a rewind falls among the states that it has not read yet."""
+    lm = specdec.load("demo", drafter="eagle3", depth=3)
+    later = []
+    for depth in (0, 3):
+        session = lm.session()
+        session.generate(range(20, 30), max_new_tokens=100, ignore_eos=True, depth=depth)
+        if kept is not None:
+            session.rewind(kept)
+            session.generate(range(60, 65), max_new_tokens=3, ignore_eos=True, depth=depth)
+        stats = session.generate([70], max_new_tokens=20, ignore_eos=True).stats
+        later.append((stats.offered, stats.accepted))
+    assert later[0] == later[1]
