@@ -81,7 +81,7 @@ class MtpPairs:
 
         Does nothing after a gap: a state that was built without the ledger has lost hidden states for good.
         """
-        if length != self.fed + self.waiting:
+        if length != self.length:
             return
         # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
         self._tokens += tokens if self._hidden else tokens[1:]
