@@ -405,11 +405,10 @@ class CausalLM(ForwardPass):
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            hidden: Hidden = (
-                self._boundaries(state, x, state.boundaries)[self.info.layers]
-                if self.model.mtp_residual
-                else self.ops.hidden_type(self._final(state, x))
-            )
+            if self.model.mtp_residual:
+                hidden = self._boundaries(state, x, state.boundaries)[self.info.layers]
+            else:
+                hidden = self.ops.hidden(self._final(state, x))
             state.pairs.add(tokens, hidden, before)
 
     def _mark(self, state: SequenceState) -> None:

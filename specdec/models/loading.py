@@ -9,6 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -317,7 +318,7 @@ def checked_head(
         )
     if found.head_errors:
         if asked and not found.errors:
-            raise found.head_errors[0]
+            raise copy(found.head_errors[0])  # as in raise_for_errors
         reason = f"the MTP head is not used: {found.head_errors[0].message}"
         wanted = dry_run(spec, family, StoredWeights(checkpoint), headless=reason)
     elif reason and asked:

@@ -325,7 +325,7 @@ class AdaptivePolicy(DepthPolicy):
     def record(self, cycle: CycleRecord) -> None:
         seconds = cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
         self._budget.passed(seconds)
-        if self._quiet:
+        if self._quiet and not cycle.depth:  # a prediction may draft meanwhile
             self._quiet -= 1
             return
         self._learnt.last = self
@@ -346,9 +346,10 @@ class AdaptivePolicy(DepthPolicy):
             else:
                 one.idle(len(cycle.emitted))
         self._asked.clear()
-        self._quiet = min(one.quiet(self._budget) for one in self._drafters.values())
-        for one in self._drafters.values() if self._quiet else ():
-            one.idle(self._quiet, self._quiet)
+        more = min(one.quiet(self._budget) for one in self._drafters.values())
+        self._quiet += more
+        for one in self._drafters.values() if more else ():
+            one.idle(more, more)
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:
