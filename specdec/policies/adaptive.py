@@ -123,7 +123,6 @@ class DrafterDepth:
         self.opening = [] if priced else [0, *(depth for depth in tried for _ in range(OPENING)), 0]
         self._distance = config.first_probe  # tokens between trials while speculation is on
         self._tokens = 0  # since the last trial
-        self._due = 0.0  # tokens before which no trial is due, as computed since the last cycle that was learnt from
         self._cycles = 0  # that the running trial may still take; 0 when none runs
         self._second = False  # whether this is a trial's second cycle
         self._others = 0  # trials of other depths so far
@@ -158,17 +157,13 @@ class DrafterDepth:
     def next_depth(self, budget: Budget) -> int:
         """The depth of the next draft: as deep as the budget could pay if nothing of it were accepted."""
         trying = self.opening or self._cycles
-        if self._tokens < self._due and not (trying or self.depth):
-            return 0
         if not self.affordable(budget, 1):
             self.opening = []
             if self.depth or self._cycles:
                 self._end_trial()
             return 0
-        if not trying:
-            self._due = self._wait()
-            if self._tokens >= self._due:
-                self._cycles = TRIES
+        if not trying and self._tokens >= self._wait():
+            self._cycles = TRIES
         depth = self.opening[0] if self.opening else self._tried() if self._cycles else self.depth
         while depth > 1 and not self.affordable(budget, depth):  # a draft of one token is
             depth -= 1
@@ -195,7 +190,6 @@ class DrafterDepth:
         Args:
             pace: tokens per second of the chain, at the table's load; 0 for a drafter that is alone.
         """
-        self._due = 0.0
         self.rates.observe(cycle)
         self._pass(len(cycle.emitted))
         if self._cycles:
