@@ -98,7 +98,7 @@ class Tokenizer:
             raise _no_tokenizer(folder)
         try:
             text = read_text(file, _FILE_LIMIT)
-            check_parts(parse_json(text))
+            check_parts(document := parse_json(text))
             core = guarded(lambda: tokenizers.Tokenizer.from_str(text))
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -106,6 +106,8 @@ class Tokenizer:
                 file=file,
                 try_="download it again, or a newer `tokenizers`",
             ) from error
+        vocabulary = document["model"]["vocab"]  # asking the library for it takes a third of building it
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         tokenizer_config = _optional_json(folder / "tokenizer_config.json")
         if not tokenizer_config.keys() >= {"eos_token", "bos_token"}:  # older folders keep them in a separate file
             tokenizer_config = _optional_json(folder / "special_tokens_map.json") | tokenizer_config
@@ -116,6 +118,7 @@ class Tokenizer:
             config=_optional_json(folder / "config.json"),
             chat_templates=read_chat_templates(folder, tokenizer_config),
             folder=folder,
+            vocab_size=max((*ids, *core.get_added_tokens_decoder()), default=-1) + 1,
         )
 
     @classmethod
