@@ -141,19 +141,19 @@ def plain_pass(lm: Parts) -> float:
 
 
 def warm_up(lm: Parts, depths: Iterable[int]) -> None:
-    """Run the deepest of these cycles in a separate session and, where ``info.warms_by_rows``, a pass of every number
-    of rows that a cycle has, and an MTP pass of every length that may follow it.
+    """Run a cycle of depth 1 in a separate session or, where ``info.warms_by_rows``, the deepest of these cycles, a pass
+    of every number of rows that a cycle has, and an MTP pass of every length that may follow it.
 
     A slow first pass would distort a short generation and the timings of a policy.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if not allowed:
         return
-    measured = _Measured(lm, 1)
+    measured = _Measured(lm, 2)  # an MTP head drafts nothing for a single token
     by_rows = lm.info.warms_by_rows
     for depth in allowed if by_rows else ():
         measured.verify(depth + 1)
-    measured.cycle(max(allowed), keep=False)
+    measured.cycle(max(allowed) if by_rows else min(1, max(allowed)), keep=False)
     if by_rows and lm.drafter.needs.mtp:
         with calling(("target", lm.info.family), "prefill_mtp"):
             _warm_up_head(lm.target, max(allowed) + 1)

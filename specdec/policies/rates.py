@@ -223,6 +223,7 @@ class Rates:
         self._passes, self._drafts = passes, DraftCosts(drafts)
         self._gains, self._offers = Counts(len(drafts) - 1, window), Counts(len(drafts) - 1, window)
         self._slowness = 1.0  # seconds of the last draft / expected
+        self._begun = False  # whether this generation has had a draft: the first one also reads the prompt
         self.plain_cycles = 0
         self.tokens: list[float] = []
         self.seconds: list[float] = []
@@ -243,7 +244,7 @@ class Rates:
         """Begin another generation: what the last one accepted counts for less, and the drafter is not idle."""
         self._gains.fade()
         self._offers.fade()
-        self.plain_cycles = 0
+        self._begun, self.plain_cycles = False, 0
         self.update()
 
     @property
@@ -273,17 +274,19 @@ class Rates:
         return max(min(cycle.draft_seconds - usual, explained), 0.0)
 
     def observe(self, cycle: CycleRecord) -> None:
-        """Learn acceptance and the seconds of a draft; those of a drafter that catches up are ignored."""
+        """Learn acceptance and the seconds of a draft; those of a drafter that catches up, or of a generation's first
+        draft, are no measure of the next."""
         self._count(cycle)
         if not cycle.depth:
             self.plain_cycles += 1
             return
         if not self.catching_up:
             seconds = cycle.draft_seconds / self._passes.load
-            self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
+            if self._begun:
+                self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
             self._slowness = seconds / max(self._drafts(cycle.offered), CLOCK_STEP)
         if cycle.offered:
-            self.plain_cycles = 0
+            self._begun, self.plain_cycles = True, 0
 
     def _count(self, cycle: CycleRecord) -> None:
         self._gains.observe(cycle.depth, cycle.accepted)

@@ -619,19 +619,13 @@ class RecordedPasses:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
-        self._bound: dict[int, Recording] = {}  # by rows
+        rows = range(1, ops.capabilities.max_rows + 1)
+        self.bound = {count: self.recording.bound(count) for count in rows}  # for passes of one sequence, by rows
         self.best: dict[int, Program] = {}  # the choice of a token in chains: by parts of the head
         self._chains: dict[tuple[int, int], tuple[Any, int]] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
-
-    def bound(self, rows: int) -> Recording:
-        """The recording for passes of ``rows`` rows of one sequence."""
-        recording = self._bound.get(rows)
-        if recording is None:
-            recording = self._bound[rows] = self.recording.bound(rows)
-        return recording
 
     def chain(self, rows: int, parts: int) -> tuple[Any, int]:
         """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
@@ -643,7 +637,7 @@ class RecordedPasses:
             if (best := self.best.get(parts)) is None:
                 tape = Tape(self.ops, self.runner, [], 0)
                 best = self.best[parts] = tape.record(lambda tape: tape.best(self.hidden_size, parts))
-            numbers = [*self.bound(rows).run.addresses, *self.bound(1).run.addresses, *best.addresses]
+            numbers = [*self.bound[rows].run.addresses, *self.bound[1].run.addresses, *best.addresses]
             programs = (ctypes.c_int64 * len(numbers))(*numbers)
             self._chains[key] = programs, _aligned(rows * self.recording.work_bytes)
         return self._chains[key]
@@ -676,7 +670,7 @@ class RecordedPass(Pass):
         self._last = None
         if rows > self._ops.capabilities.max_rows:
             return self._eager.run(tokens, hidden)
-        recording = passes.bound(rows)
+        recording = passes.bound[rows]
         self._fill(0, rows, 0)
         size = rows * recording.kept_bytes
         if size and (self._kept is None or self._kept.nbytes < size):

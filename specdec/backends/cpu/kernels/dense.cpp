@@ -249,7 +249,7 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
     while (size > least && features < 4 * size * threads) size /= 2;
     int64_t blocks = 0;
     for (int i = 0; i < count; i += PAIR) blocks += (w[i].n + size - 1) / size;
-    for_blocks(threads, blocks, [&](int64_t block) {
+    const auto compute = [&](int64_t block) {
         int i = 0;
         for (;; i += PAIR) {
             const int64_t own = (w[i].n + size - 1) / size;
@@ -269,6 +269,12 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
             }
             finish(i, row, rows, first, n, tile);
         }
+    };
+    for_shares(threads, blocks, [&](Share& share) {
+#ifdef SPECDEC_TILES
+        const KeptTiles until_the_end;
+#endif
+        for (int64_t block; (block = share.take()) >= 0;) compute(block);
     });
 }
 

@@ -67,8 +67,12 @@ void leave_signals() {
 
 class Team {
   public:
-    void run(int threads, int64_t blocks, void (*work)(const void*, int64_t), const void* body) {
-        if (busy_.test_and_set(std::memory_order_acquire)) return alone(blocks, work, body);
+    void run(int threads, int64_t blocks, Work work, const void* body) {
+        if (busy_.test_and_set(std::memory_order_acquire)) {
+            Run all = {0, blocks};
+            Share share = {&all, 1, 0};
+            return work(body, share);
+        }
         threads = std::min<int64_t>(std::min(threads, MAX_THREADS), blocks);
         start_members(threads - 1);
         work_ = work;
@@ -90,11 +94,6 @@ class Team {
   private:
     static constexpr uint64_t OPEN = 1ull << 31, COUNT = OPEN - 1;
 
-    struct alignas(64) Run {
-        std::atomic<int64_t> next;
-        int64_t end;
-    };
-
     // Whether the job is open, and how many members are inside: job << 32 | OPEN | count.
     alignas(64) std::atomic<uint64_t> gate_{0};
     alignas(64) std::atomic<uint32_t> job_{0};   // the last one opened; idle members wait for the next
@@ -102,28 +101,16 @@ class Team {
     alignas(64) std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 
     // Of the job; written by the caller while no member is inside.
-    void (*work_)(const void*, int64_t) = nullptr;
+    Work work_ = nullptr;
     const void* body_ = nullptr;
     int threads_ = 0;
     Run runs_[MAX_THREADS];
 
     int members_ = 0;  // started so far
 
-    static void alone(int64_t blocks, void (*work)(const void*, int64_t), const void* body) {
-        for (int64_t b = 0; b < blocks; ++b) work(body, b);
-    }
-
-    // Each thread begins with a contiguous run, which keeps its reads of weights sequential, and goes on with blocks of
-    // other runs.
     void take(int own) {
-        for (int i = 0; i < threads_; ++i) {
-            Run& run = runs_[(own + i) % threads_];
-            for (;;) {
-                const int64_t block = run.next.fetch_add(1, std::memory_order_relaxed);
-                if (block >= run.end) break;
-                work_(body_, block);
-            }
-        }
+        Share share = {runs_, threads_, own};
+        work_(body_, share);
     }
 
     void wait(uint32_t job) {
@@ -184,7 +171,7 @@ Team& the_team() {
     return *team.load(std::memory_order_acquire);
 }
 
-void run_blocks(int threads, int64_t blocks, void (*work)(const void* body, int64_t block), const void* body) {
+void run_shares(int threads, int64_t blocks, Work work, const void* body) {
     the_team().run(threads, blocks, work, body);
 }
 

@@ -2,6 +2,7 @@
 // the bits.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -12,16 +13,53 @@ namespace specdec {
 // whichever is more) the calling thread alone is faster.
 constexpr int64_t SERIAL_WORK = 64 * 1024;
 
-// Calls work(body, block) for every block, on the calling thread and on up to threads - 1 others (team.cpp).
-void run_blocks(int threads, int64_t blocks, void (*work)(const void* body, int64_t block), const void* body);
+// Contiguous blocks of a job that are still to be taken.
+struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+};
+
+// The blocks that one thread takes: those of a run of its own, which keeps its reads of weights sequential, and then
+// blocks of other runs.
+struct Share {
+    Run* runs;
+    int count, own, done = 0;
+
+    // The next block, or -1.
+    int64_t take() {
+        for (; done < count; ++done) {
+            Run& run = runs[(own + done) % count];
+            const int64_t block = run.next.fetch_add(1, std::memory_order_relaxed);
+            if (block < run.end) return block;
+        }
+        return -1;
+    }
+};
+
+typedef void (*Work)(const void* body, Share& share);
+
+// Calls work(body, share) on the calling thread and on up to threads - 1 others (team.cpp).
+void run_shares(int threads, int64_t blocks, Work work, const void* body);
+
+// Calls body(share) on each thread that takes part.
+template <class F> void for_shares(int threads, int64_t blocks, const F& body) {
+    if (threads <= 1 || blocks <= 1) {
+        Run all = {0, blocks};
+        Share share = {&all, 1, 0};
+        return body(share);
+    }
+    run_shares(threads, blocks, [](const void* f, Share& share) { (*static_cast<const F*>(f))(share); }, &body);
+}
 
 // Calls body(block) for every block.
 template <class F> void for_blocks(int threads, int64_t blocks, const F& body) {
-    if (threads <= 1 || blocks <= 1) {
+    if (threads <= 1) {
         for (int64_t b = 0; b < blocks; ++b) body(b);
         return;
     }
-    run_blocks(threads, blocks, [](const void* f, int64_t block) { (*static_cast<const F*>(f))(block); }, &body);
+    for_shares(threads, blocks, [&](Share& share) {
+        for (int64_t block; (block = share.take()) >= 0;) body(block);
+    });
 }
 
 // Scratch memory of the calling thread, kept between calls. Purposes in use at the same time need different slots.

@@ -15,12 +15,25 @@ namespace specdec {
 
 constexpr int64_t TILE_ROWS = 16, TILE_WORDS = 16, TILE_BYTES = TILE_WORDS * WORD;  // of a row
 constexpr int64_t PANEL_WORD = FEATURES * WORD;                                      // bytes
-constexpr int64_t LEAST_WORDS = 256;  // of a row: with fewer, setting up tiles takes longer than one row saves
+constexpr int64_t LEAST_WORDS = 64;  // of a row: with fewer, setting up tiles takes longer than they save
 static_assert(FEATURES == 2 * TILE_ROWS);
 
+// Lets a thread keep the shapes of its tiles until the end of a scope in which nobody else uses them: setting up tiles
+// for every block would take a tenth of a product with one row.
+struct KeptTiles {
+    static inline thread_local int64_t shapes = 0;  // TILE_ROWS * 2 * rows + more; 0: none
+    ~KeptTiles() {
+        if (shapes) _tile_release();
+        shapes = 0;
+    }
+};
+
 // Tiles 0 to 3 hold sums (of rows 0 to 15 with features 0 to 15, then 16 to 31; of the next rows likewise), 4 and 5
-// activations, 6 and 7 weights. All become zero.
+// activations, 6 and 7 weights.
 INLINE void set_tiles(int64_t rows, int64_t more) {
+    const int64_t shapes = 2 * TILE_ROWS * rows + more;
+    if (shapes == KeptTiles::shapes) return;
+    KeptTiles::shapes = shapes;
     struct {
         uint8_t palette = 1, rest[15] = {};
         uint16_t bytes[16] = {};
@@ -78,6 +91,7 @@ INLINE void add_panel(const char* panel, int64_t words, const char* x, int64_t x
 }
 
 // out[m * out_stride + f] = w_f . x_m for `n` features, from the first of a panel. `ahead`: bytes; prefetches later weights.
+// Within a scope of KeptTiles.
 inline void products_by_tiles(const char* panel, int64_t words, int64_t n, const bf16* x, int64_t x_stride, int64_t rows,
                               float* out, int64_t out_stride, int64_t ahead) {
     const int64_t out_bytes = out_stride * (int64_t)sizeof(float), x_bytes = x_stride * (int64_t)sizeof(bf16);
@@ -98,7 +112,6 @@ inline void products_by_tiles(const char* panel, int64_t words, int64_t n, const
             }
         }
     }
-    _tile_release();
 }
 
 }  // namespace specdec
