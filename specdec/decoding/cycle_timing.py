@@ -141,8 +141,8 @@ def plain_pass(lm: Parts) -> float:
 
 
 def warm_up(lm: Parts, depths: Iterable[int]) -> None:
-    """Run a cycle of depth 1 in a separate session or, where ``info.warms_by_rows``, the deepest of these cycles, a pass
-    of every number of rows that a cycle has, and an MTP pass of every length that may follow it.
+    """Run a cycle of depth 1 in a separate session or, where ``info.warms_by_rows``, the deepest of these cycles, a
+    pass of every number of rows that a cycle has, and an MTP pass of every length that may follow it.
 
     A slow first pass would distort a short generation and the timings of a policy.
     """
