@@ -67,7 +67,7 @@ INLINE int64_t query_tile(int64_t queries) {
 
 // sum[m] += weights[m][j] * values[j] for j ascending; M queries, n keys. `ahead` as in `dots`.
 template <class T, int M>
-INLINE void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum,
+void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum,
                        int64_t wide, int64_t ahead) {
     constexpr int C = W == 16 || M == 1 ? 4 : 2;  // vectors of a value row at a time, to hide the latency
     int64_t d = 0;
@@ -111,11 +111,13 @@ INLINE void add_values(const float* weights, const T* values, int64_t slot, int6
 template <class T>
 void add_values(const float* weights, const T* values, int64_t slot, int64_t keys, int64_t queries, int64_t dim,
                 float* sum, int64_t wide, int64_t ahead) {
-    int64_t m = 0;
-    for (; m + 4 <= queries; m += 4)
-        add_values<T, 4>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
-    for (; m < queries; ++m)
-        add_values<T, 1>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
+    for (int64_t m = 0; m < queries; m += 4) {
+        const auto run = queries - m >= 4   ? add_values<T, 4>
+                         : queries - m == 3 ? add_values<T, 3>
+                         : queries - m == 2 ? add_values<T, 2>
+                                            : add_values<T, 1>;
+        run(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
+    }
 }
 
 // Scores of one query over a tile -> weights relative to the new top; the earlier sums are rescaled. Of the tile's keys
@@ -195,15 +197,23 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
         for (int64_t j = 0; j < keys; j += NEAR) {
             const T* here = tile_values + j * a.slot;
             const int64_t some = std::min(NEAR, keys - j);
-            const auto add_some = [&](int64_t t) {
-                const int64_t from = std::max<int64_t>(0, a.oldest(first + t) - start - j);
-                const int64_t seen = std::min(some, a.position + first + t + 1 - start - j) - from;
-                if (seen > 0)
-                    add_values(scores + t * group * TILE + j + from, here + from * a.slot, a.slot, seen, group, a.dim,
-                               out.sum + t * group * wide, wide, 0);
+            // for `count` rows from row t: the values of the keys from `from` to before `to`
+            const auto add = [&](int64_t t, int64_t count, int64_t from, int64_t to) {
+                if (count > 0 && to > from)
+                    add_values(scores + t * group * TILE + j + from, here + from * a.slot, a.slot, to - from,
+                               count * group, a.dim, out.sum + t * group * wide, wide, 0);
             };
-            for (int64_t t = none; t < std::min(part, last); ++t) add_some(t);
-            for (int64_t t = whole; t < last; ++t) add_some(t);
+            const auto seen_by = [&](int64_t t) { return std::min(some, a.position + first + t + 1 - start - j); };
+            const auto add_some = [&](int64_t t, int64_t from) {
+                add(t, 1, std::max(from, a.oldest(first + t) - start - j), seen_by(t));
+            };
+            // what the first row sees at the end, all see
+            const int64_t ends = std::min(part, last);
+            const bool old = ends > none && a.oldest(first + ends - 1) > start + j;
+            const int64_t shared = old ? 0 : std::max<int64_t>(0, seen_by(none));
+            add(none, ends - none, 0, shared);
+            for (int64_t t = none; t < ends; ++t) add_some(t, shared);
+            for (int64_t t = whole; t < last; ++t) add_some(t, 0);
             add_values(scores + part * group * TILE + j, here, a.slot, some, (whole - part) * group, a.dim,
                        out.sum + part * group * wide, wide, ahead);
         }
