@@ -20,7 +20,7 @@ from specdec.records.bits import Comparison, Finding, on_host
 
 DRAWS = ((2, 3, 6), (4, 8), (16,))
 """Block lengths at load, by random draw of rows: one pattern can pass where a kernel differs on others."""
-HEAD_ROWS = 3  # distinct rows of the output head, which takes longer than a layer; blocks repeat them in any order
+HEAD_ROWS = 6  # distinct rows of the output head, which takes longer than a layer; blocks repeat them in any order
 CHUNK = 256  # rows of a pass that fills the context
 
 

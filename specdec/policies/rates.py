@@ -285,8 +285,9 @@ class Rates:
             if self._begun:
                 self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
             self._slowness = seconds / max(self._drafts(cycle.offered), CLOCK_STEP)
+        self._begun = True
         if cycle.offered:
-            self._begun, self.plain_cycles = True, 0
+            self.plain_cycles = 0
 
     def _count(self, cycle: CycleRecord) -> None:
         self._gains.observe(cycle.depth, cycle.accepted)
