@@ -77,7 +77,7 @@ class Both:
 
     def compare(self, mine, truth):
         for ours, theirs in ((mine.hidden.array, truth.hidden.array), (mine.logits.array, truth.logits.array)):
-            same_bits(ours, theirs)
+            tiny.assert_equal_bits(ours, theirs)
             self.held.append((ours, theirs.clone()))
 
     def restore(self):
@@ -93,14 +93,10 @@ class Both:
 
     def finish(self):
         for ours, theirs in self.held:
-            same_bits(ours, theirs)
+            tiny.assert_equal_bits(ours, theirs)
         mine, truth = self.pair.recorded.snapshot(self.mine), self.pair.eager.snapshot(self.truth)
         assert mine.meta == truth.meta
         tiny.assert_same_bits(mine.arrays, truth.arrays)
-
-
-def same_bits(ours, theirs):
-    tiny.assert_same_bits({"": ours}, {"": theirs})
 
 
 def poison(target):
@@ -238,7 +234,7 @@ def test_threads_take_turns(pair):
     for plan, (logits, arrays) in zip(plans, results, strict=True):
         wanted, state = play(pair.eager, plan)
         for ours, theirs in zip(logits, wanted, strict=True):
-            same_bits(ours, theirs)
+            tiny.assert_equal_bits(ours, theirs)
         tiny.assert_same_bits(arrays, state)
 
 
@@ -471,5 +467,5 @@ def test_weights_that_a_recording_reads_live_as_long_as_it():
     wanted = run([plain], [9], None)
     weights.clear()
     junk = [torch.full((32, 32), torch.nan) for _ in range(100)]  # would take the memory over
-    same_bits(bound.run([9]), wanted)
+    tiny.assert_equal_bits(bound.run([9]), wanted)
     del junk
