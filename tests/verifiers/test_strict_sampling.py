@@ -8,45 +8,14 @@ from hypothesis import strategies as st
 
 from specdec import sampling as production
 from specdec.backends.arrays import HostLogits
-from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
+from specdec.contract import GREEDY_BELOW, Context, Draft, Sampling
 from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
-from specdec.testing import TableModel
-from specdec.testing.engine_run import ScriptedDrafter, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
 
 WEIGHTS = st.lists(st.integers(0, 8), min_size=6, max_size=6).filter(any)
-
-
-class EveryOther(LogitsProcessor):
-    """A two-state grammar: after an even token an odd one, and the other way round."""
-
-    def process(self, logits, history):
-        masked = logits.copy()
-        masked[history[-1] % 2 :: 2] = -np.inf
-        return masked
-
-    def legal(self, draft, history):
-        last = history[-1]
-        for kept, token in enumerate(draft):
-            if token % 2 == last % 2:
-                return kept
-            last = token
-        return len(draft)
-
-
-def test_draft_tokens_that_a_processor_forbids_are_cut_and_counted():
-    drafted = []
-
-    def script(history, number):
-        drafted.append(number)
-        return 1
-
-    sampling, model = Sampling(processors=(EveryOther(),)), TableModel.random(7, seed=8, tilt=0.6, peak=0.4)
-    _, stats = run_engine(model, StrictVerifier(), lambda env: ScriptedDrafter(script), [2], 12, [3], sampling)
-    assert 0 < sum(stats.offered) == len(drafted) - stats.forbidden < len(drafted)
 
 
 @examples(200)
