@@ -16,7 +16,7 @@ def each_set(*before: str) -> list[Any]:
     return cases((*before, *RUNNABLE), sample=(*before, *RUNNABLE[:1]), mark="slow")
 
 
-def kernels_of(instruction_set: str) -> Kernels:
+def kernels_of(instruction_set: str = "auto") -> Kernels:
     """Its kernels; skips the test where they cannot be compiled."""
     kernels = load_kernels(instruction_set)
     if isinstance(kernels, KernelsUnavailable):

@@ -432,16 +432,16 @@ def kernels_available() -> tuple[str, ...]:
 
 
 def make_ops(kernels: str, dtype: str, *, activations: str = "float") -> Any:
-    """The ops of the CPU backend with the kernels of that name."""
+    """The ops of the CPU backend with the kernels of that name; skips the test where they cannot be compiled."""
     from specdec.backends.cpu.packed import INT8
     from specdec.backends.cpu.reference import ReferenceOps
 
     if kernels == "torch":
         return ReferenceOps(getattr(torch, dtype), int8=INT8[activations])
-    from specdec.backends.cpu.library import load_kernels
     from specdec.backends.cpu.native import NativeOps
+    from tests.instruction_sets import kernels_of
 
-    return NativeOps(getattr(torch, dtype), load_kernels(), int8=INT8[activations])
+    return NativeOps(getattr(torch, dtype), kernels_of(), int8=INT8[activations])
 
 
 def make_target(
@@ -519,9 +519,16 @@ def assert_same_bits(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
     """The same arrays, bit for bit (a NaN equals itself, -0 differs from 0)."""
     assert got.keys() == wanted.keys()
     for name, array in wanted.items():
-        assert got[name].shape == array.shape, f"{name}: {tuple(got[name].shape)} and {tuple(array.shape)}"
-        ints = {4: torch.int32, 2: torch.int16}[array.element_size()]
-        assert torch.equal(got[name].contiguous().view(ints), array.contiguous().view(ints)), f"{name} differs"
+        assert_equal_bits(got[name], array, name)
+
+
+def assert_equal_bits(got: torch.Tensor, wanted: torch.Tensor, name: str = "the array") -> None:
+    """As ``assert_same_bits``, for one array."""
+    assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)} and {tuple(wanted.shape)}"
+    assert got.dtype == wanted.dtype, f"{name}: {got.dtype} and {wanted.dtype}"
+    ints = {4: torch.int32, 2: torch.int16}[wanted.element_size()]
+    differing = got.contiguous().view(ints) != wanted.contiguous().view(ints)
+    assert not differing.any(), f"{name}: {differing.sum()} of {wanted.numel()} differ"
 
 
 def plain_run(target: Any, prompt: Sequence[int], count: int) -> list[int]:

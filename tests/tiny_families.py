@@ -384,6 +384,12 @@ def yarn(original: int, factor: float, **more: Any) -> dict[str, Any]:
     return {"type": "yarn", "factor": factor, "original_max_position_embeddings": original, **more}
 
 
+def llama3(factor: float, high: float, original: int) -> dict[str, Any]:
+    """``rope_scaling`` of Llama 3."""
+    factors = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
+    return {"rope_type": "llama3", **factors, "original_max_position_embeddings": original}
+
+
 def yarn_parameters(original: int, factor: float, **more: Any) -> dict[str, Any]:
     """``rope_parameters`` of YaRN, as newer files have them, and no ``rope_theta`` at the top."""
     parameters = {**yarn(original, factor, **more), "rope_theta": 1e4}
@@ -420,26 +426,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llama": {
         "plain": {"theta": 5e5},
-        "llama3-rope": shape(
-            "head_dim=20 theta=5e5",
-            tied=False,
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
+        "llama3-rope": shape("head_dim=20 theta=5e5", tied=False, rope_scaling=llama3(8.0, 4.0, 64)),
         "llama3-short": shape(
-            "hidden=36 heads=3 kv_heads=1 head_dim=16 theta=1e4 shards=2",
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 2.0,
-                "original_max_position_embeddings": 30,
-            },
+            "hidden=36 heads=3 kv_heads=1 head_dim=16 theta=1e4 shards=2", rope_scaling=llama3(4.0, 2.0, 30)
         ),
     },
     "qwen2": {
@@ -601,24 +590,6 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "dense": {"dense_layers": 2, "heads": 2, "mtp": 0, "rope_scaling": _DEEPSEEK_YARN, "shards": 2},
     },
-}
-TRANSFORMERS = {
-    "gemma3": "Gemma3ForCausalLM",
-    "gemma4": "Gemma4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 tiny.WRITERS |= {
     "qwen3_5_moe": write_qwen3_5_moe,

@@ -5,11 +5,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from specdec.contract import Drafter, Needs, Parity
+from specdec.contract import Drafter, Needs
 from specdec.models import causal_lm
 from specdec.testing import check_plugin
 from tests import tiny
@@ -57,50 +58,31 @@ def best(logits: Any, drafted: Sequence[int]) -> int:
     return int(logits.argmax()[0])
 
 
-def check_hidden_states(target: Any, reference: Any, prefilled: int = 0) -> None:
-    """At layer boundaries: the reference's numbers, and the same bits in a block as row by row."""
-    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1))
-    tokens = [(7 * i + 3) % VOCAB for i in range(prefilled + 4)]
-
-    def states_of(model: Any, blocks: Sequence[int]) -> list[np.ndarray]:
-        state, at = model.new_state(64, needs), prefilled
-        outputs = [model.prefill(state, tokens[:at])] if prefilled else []
-        for rows in blocks:
-            outputs.append(model.decode(state, tokens[at : at + rows]))
-            model.commit(state, rows)
-            at += rows
-        parts = [[output.hidden, *output.boundaries.values()] for output in outputs]
-        return [
-            np.concatenate([model.ops.to_host(model.ops.array(part)).numpy() for part in column])
-            for column in zip(*parts, strict=True)
-        ]
-
-    whole, single, wanted = states_of(target, [4]), states_of(target, [1] * 4), states_of(reference, [4])
-    assert len(whole) == len(wanted) == target.info.layers + 2
-    for ours, alone, theirs in zip(whole, single, wanted, strict=True):
-        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
-        if target.info.parity is Parity.BITWISE:
-            assert (ours == alone).all()
-
-
 def check_logits(target: Any, reference: Any, error: float) -> None:
-    """A prompt of more than 16 rows, a pass of three rows that is cut, one of one row, and the head's own logits."""
-    tokens = [(7 * i + 3) % VOCAB for i in range(24)]
-    found = []
+    """A prompt of more than 16 rows, a pass of three rows that is cut, one of one row, and the head's own logits; and
+    the hidden states of the passes at every layer boundary."""
+    tokens, needs = [(7 * i + 3) % VOCAB for i in range(24)], tiny.needs_of(target)
+    needs = attrs.evolve(needs, boundaries=range(target.info.layers + 1))
+    found, states = [], []
     for model in (reference, target):
-        state = model.new_state(64, tiny.needs_of(model))
+        state = model.new_state(64, needs)
         model.prefill(state, tokens[:18])
-        logits = [model.decode(state, tokens[18:21]).need_logits().rows().copy()]
+        outputs = [model.decode(state, tokens[18:21])]
         model.commit(state, 2)
-        logits.append(model.decode(state, tokens[20:21]).need_logits().rows().copy())
+        outputs.append(model.decode(state, tokens[20:21]))
         model.commit(state, 1)
+        logits = [output.need_logits().rows().copy() for output in outputs]
         if model.info.mtp_layers:
             steps: list[Any] = []
             model.draft_mtp(state, tokens[21], 2, choose=lambda step, _, steps=steps: steps.append(step.rows()) or 5)
             logits += [step.copy() for step in steps]
         found.append(np.concatenate(logits))
+        parts = [part for output in outputs for part in (output.hidden, *output.boundaries.values())]
+        states.append([model.ops.to_host(model.ops.array(part)).numpy() for part in parts])
     assert np.ptp(found[0]) > 5
     assert np.abs(found[0] - found[1]).max() <= error
+    for wanted, got in zip(*states, strict=True):
+        assert np.abs(got - wanted).max() <= error * np.abs(wanted).max()
 
 
 def check_drafter(

@@ -12,14 +12,12 @@ import pytest
 import specdec
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement
-from specdec.records.cost_table import CostTable
+from tests.measuring.test_acceptance import COSTS
 
 SHORT = ("--classes", "code,factual", "--per-class", "1", "--max-new-tokens", "8")
 
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
-
-COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from specdec.files import streams
 from specdec.measuring.drafts import DraftLog
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.runs import Run
-from tests.processes import HUNG, ROOT
+from tests.processes import HUNG, ROOT, run_python
 
 FULL = "UnsupportedError: standard output cannot be written: No space left on device"
 INTERRUPT = """
@@ -58,10 +58,7 @@ def test_streams_of_a_process(command, status, said):
 
 
 def test_ctrl_c_during_imports():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPT], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HUNG, check=False
-    )
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert run_python("-c", INTERRUPT, status=130).stderr == "interrupted\n"
 
 
 class Raw(io.RawIOBase):

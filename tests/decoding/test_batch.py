@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Context, Draft, Drafter, DrafterSpec, MtpDraft, Needs, PassRequest, Sampling
+from specdec.contract import Draft, Drafter, DrafterSpec, MtpDraft, PassRequest
 from specdec.decoding import batch
 from specdec.decoding.batch import Batch
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter
@@ -17,7 +17,6 @@ from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.models import causal_lm
 from specdec.registry.parts import DrafterPart
-from specdec.sampling import CoupledDraft
 from tests import tiny
 from tests.decoding.test_lossless import SHAPES
 from tests.selection import cases
@@ -44,8 +43,6 @@ def by_model(env, model):
 def made(request, checkpoint, make_target):
     """A language model that drafts with its MTP head, n-grams or a smaller model, and its target."""
     family, kernels, dtype = request.param
-    if kernels not in tiny.kernels_available():
-        pytest.skip("the native kernels do not compile on this machine")
     target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
 
     def drafter(env):
@@ -165,46 +162,6 @@ def test_where_rows_never_vary_each_costs_the_mean():
 def test_a_pass_is_a_step_and_a_draft_as_many_as_its_passes(depth):
     assert PassRequest(None, None, [1]).steps == 1
     assert MtpDraft(None, None, [1], depth=depth).steps == max(depth, 1)
-
-
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@given(data=st.data())
-def test_mtp_drafts_of_several_sequences_are_those_alone(make_target, kernels, data):
-    """Any waiting pairs, depths and heads, greedy and drawn: beyond the kit, the bits of the states."""
-    if kernels not in tiny.kernels_available():
-        pytest.skip("the native kernels do not compile on this machine")
-    target = make_target("qwen3_5", kernels=kernels, dtype="bfloat16", stored="bfloat16", **SHAPES["qwen3_5"])
-    token, base = st.integers(0, VOCAB - 1), target.draft_head(range(0, VOCAB, 3))
-    heads = [None, base, base.extended([1, 2]), base.extended([5, 40, 77]), target.draft_head([3, 9])]
-    count = data.draw(st.integers(2, 5))
-    sides = [[target.new_state(150, Needs(mtp=True)) for _ in range(count)] for _ in range(2)]
-    for number in range(count):
-        prompt = data.draw(st.lists(token, min_size=1, max_size=9))
-        for states in sides:
-            target.prefill(states[number], prompt)
-    for _ in range(data.draw(st.integers(1, 3))):
-        asked, chunks = [], []
-        for _ in range(count):
-            chunks.append(data.draw(st.lists(token, min_size=1, max_size=11)))
-            asked.append(
-                {
-                    "tokens": [data.draw(token)],
-                    "depth": data.draw(st.integers(0, 6)),
-                    "head": data.draw(st.sampled_from(heads)),
-                    "choose": data.draw(
-                        st.sampled_from([None, CoupledDraft(Context([1], Sampling(temperature=1.5, seed=3)))])
-                    ),
-                }
-            )
-        for states in sides:
-            for state, chunk in zip(states, chunks, strict=True):
-                target.decode(state, chunk)
-                target.commit(state, len(chunk))
-        together, alone = ([MtpDraft(target, s, **a) for s, a in zip(states, asked, strict=True)] for states in sides)
-        assert target.draft_mtp_batch(together) == [draft.run() for draft in alone]
-    for ours, theirs in zip(*sides, strict=True):
-        tiny.assert_same_bits(ours.mtp.save(), theirs.mtp.save())
-        tiny.assert_same_bits(tiny.state_arrays(target, ours), tiny.state_arrays(target, theirs))
 
 
 @pytest.mark.parametrize("chained", [False, True])

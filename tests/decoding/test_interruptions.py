@@ -5,6 +5,7 @@ was saved right after the interruptions must go on equally. What an uninterrupte
 counters, the bits of the state) is the truth.
 """
 
+import functools
 import pathlib
 import random
 from typing import Any
@@ -82,14 +83,12 @@ def make(tmp_path_factory):
         "draft_model": second,
         "first_of": {"name": "first_of", "drafters": [{"name": "ngram", "min_order": 4}, second]},
     }
-    known = {}
 
+    @functools.cache
     def get(name):
-        if name not in known:
-            family, drafter = name.split("-")
-            base = bases[family]
-            known[name] = seeing(base) if drafter == "seeing" else composed(base, tables[drafter], depths=(3,))
-        return known[name]
+        family, drafter = name.split("-")
+        base = bases[family]
+        return seeing(base) if drafter == "seeing" else composed(base, tables[drafter], depths=(3,))
 
     return get
 

@@ -458,13 +458,14 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(moment, lm, 
 
 
 @pytest.mark.parametrize(
-    ("token", "processors", "reason"),
+    ("token", "processors", "offered", "reason"),
     [
-        (10**6, (), "draft token outside the vocabulary (3)"),
-        (5, (Choice("grammar", {"regex": "z+"}),), "forbidden by a logits processor (6)"),
+        (10**6, (), (), "draft token outside the vocabulary (3)"),
+        (5, (Choice("grammar", {"regex": "z+"}),), (), "forbidden by a logits processor (6)"),
+        (5, (Choice("grammar", {"regex": "&{2}z+"}),), (1, 1), "forbidden by a logits processor (1)"),
     ],
 )
-def test_drafts_that_were_all_cut_are_not_called_no_draft(token, processors, reason, lm):
+def test_drafts_are_cut_and_those_that_were_cut_whole_are_not_called_no_draft(token, processors, offered, reason, lm):
     class Always(Drafter):
         def propose(self, context, depth):
             return Draft((token,) * depth)
@@ -472,6 +473,10 @@ def test_drafts_that_were_all_cut_are_not_called_no_draft(token, processors, rea
     made = DrafterPart(spec=DrafterSpec(name="always", factory=lambda config, env: Always()))
     settings = {"max_new_tokens": 4, "ignore_eos": True, "processors": processors}
     stats = attrs.evolve(variant(lm, "none", 3), drafter=made).generate([50], **settings).stats
+    assert tuple(stats.offered) == offered
+    if offered:
+        assert f"({stats.forbidden})" in reason
+        return
     reason = f"every draft was cut before it was verified: {reason}"
     assert stats.speculation() == {"active": False, "drafter": "always", "reason": reason}
 

@@ -6,6 +6,7 @@ and must then generate or raise an error of specdec's, nothing else.
 """
 
 import collections
+import functools
 import json
 import random
 from typing import Any
@@ -71,13 +72,7 @@ class Subject:
 def subjects(tmp_path_factory):
     """``subjects("llama, ngram")``: made once, and only if a seed asks for it."""
     folder = tmp_path_factory.mktemp("fuzzed")
-    made = {}
-    written = {}
-
-    def folders():
-        if not written:
-            written["all"] = composed.write_folders(folder)
-        return written["all"]
+    folders = functools.cache(lambda: composed.write_folders(folder))
 
     def load(kind):
         family, _, drafter = kind.partition(", ")
@@ -92,12 +87,7 @@ def subjects(tmp_path_factory):
             table = {"name": "first_of", "drafters": [second, {"name": "mtp"}]}
         return specdec.load(model, dtype="float32", depth=2, drafter=table)
 
-    def subject(kind):
-        if kind not in made:
-            made[kind] = Subject.of(load(kind), folder)
-        return made[kind]
-
-    return subject
+    return functools.cache(lambda kind: Subject.of(load(kind), folder))
 
 
 def mutated(rng, subject):

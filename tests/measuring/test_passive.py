@@ -8,12 +8,11 @@ from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
 from specdec.measuring.passive import passive
 from specdec.measuring.runs import at_depth, generate, plain
-from specdec.records.cost_table import CostTable
 from specdec.registry.parts import make_verifier
 from tests.decoding.test_sessions import CODE, load, variant
+from tests.measuring.test_acceptance import COSTS
 
 __all__ = ["load"]  # a fixture
-COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 
 
 class OneRow:

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec.checkpoints import text_config
-from tests.tiny_families import TRANSFORMERS
 
-CLASSES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM", **TRANSFORMERS}
+ODD_NAMES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "smollm3": "SmolLM3"}
 QWEN = {
     "eh_proj": "mtp.fc",
     "enorm": "mtp.pre_fc_norm_embedding",
@@ -33,6 +32,11 @@ QWEN = {
     "shared_head.head": "mtp.lm_head",
     "embed_tokens": "mtp.embed_tokens",
 }
+
+
+def class_of(family: str) -> str:
+    """What transformers calls a family's model."""
+    return f"{ODD_NAMES.get(family, family.title().replace('_', ''))}ForCausalLM"
 
 
 class MtpOracle:
@@ -49,7 +53,7 @@ class MtpOracle:
         changes = {"num_hidden_layers": self.modules.stop}
         if self.qwen:
             changes["layer_types"] = [*c["layer_types"], "full_attention"]
-        kind = getattr(transformers, CLASSES[family])
+        kind = getattr(transformers, class_of(family))
         w: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             w |= load_file(file)

@@ -12,7 +12,7 @@ import torch
 
 from specdec.contract import Needs
 from tests.comparisons import record
-from tests.models.mtp_oracle import CLASSES
+from tests.models.mtp_oracle import class_of
 from tests.tiny_families import ALL_SHAPES
 
 TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no multiple of anything
@@ -72,7 +72,7 @@ def reference(checkpoint):
     def computed(family, name):
         # transformers' text class reads the text layout; names do not change a weight
         shape = {key: value for key, value in ALL_SHAPES[family][name].items() if key not in ("vl", "shards")}
-        model, info = getattr(transformers, CLASSES[family]).from_pretrained(
+        model, info = getattr(transformers, class_of(family)).from_pretrained(
             checkpoint(family, **shape, dtype="float32"),
             dtype=torch.float32,
             attn_implementation="eager",
@@ -111,4 +111,4 @@ def test_logits_and_hidden_states_equal_transformers(family, name, kernels, make
             assert difference < FLOAT32_BOUND, f"{how}, {what}: {difference:.2e}"
             if what == "logits":
                 worst = max(worst, difference)
-    record(record_property, family, "logits", f"transformers' {CLASSES[family]}", name, worst)
+    record(record_property, family, "logits", f"transformers' {class_of(family)}", name, worst)

@@ -24,11 +24,11 @@ import specdec.drafters.mtp as mtp
 from specdec import sampling
 from specdec.backends.cpu import arrays, caches
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.contract import EMPTY_DRAFT, NO_NEEDS, MtpPairs, Sampling
+from specdec.contract import EMPTY_DRAFT, NO_NEEDS, MtpPairs
 from specdec.sampling import Purpose, Rows
 from specdec.testing import OpsSubject, TableModel, as_subject, iter_checks, run_check
-from specdec.testing.table_model import Memory
 from specdec.verifiers import rejection
+from specdec.verifiers.strict import StrictVerifier
 from tests.selection import cases
 from tests.verifiers import test_exact_law as exact
 from tests.verifiers import test_strict_sampling as path
@@ -65,25 +65,19 @@ def killed_by(*killers):
 
 
 def token_rule_is_exact():
-    exact.check_sampled(exact.chain, sizes=[(3, 2)], seeds=range(3))
+    exact.test_the_rules_emit_the_target_exactly(exact.chain, {"sizes": [(3, 2)], "seeds": range(3)})
 
 
 def block_rule_is_exact():
-    exact.check_sampled(exact.block, sizes=[(3, 2)], seeds=range(3))
+    exact.test_the_rules_emit_the_target_exactly(exact.block, {"sizes": [(3, 2)], "seeds": range(3)})
 
 
 def block_rule_gains():
-    exact.check_block_accepts_more(seeds=range(8))
+    exact.test_block_verification_accepts_at_least_as_much(seeds=range(8))
 
 
 def acceptance_is_the_overlap():
-    exact.check_acceptance(seeds=range(3))
-
-
-def path_is_independent():
-    for memory in Memory:
-        settings = Sampling(temperature=1.0, presence_penalty=1.0, seed=3)
-        path.check_independence([1, 2], [3, 1, 0, 5], settings, memory, [0, 0, 1])
+    exact.test_acceptance_is_the_overlap_of_the_laws(seeds=range(3))
 
 
 def device_ties_go_by_id():
@@ -263,7 +257,7 @@ def grammar_only_on_the_draft(patch):
     patch.setattr(sampling, "processed", wrong)
 
 
-@killed_by(path_is_independent)
+@killed_by(clause("V13", StrictVerifier))
 def noise_from_a_stateful_generator(patch):
     """Noise that counts how often it was asked for: the path then depends on how many rows were verified."""
     right, asked = sampling.gumbel, itertools.count()
@@ -274,7 +268,7 @@ def noise_from_a_stateful_generator(patch):
     patch.setattr(sampling, "gumbel", wrong)
 
 
-@killed_by(path_is_independent)
+@killed_by(clause("V13", StrictVerifier))
 def noise_keyed_by_the_cycle(patch):
     right = Rows.choose
 

@@ -28,13 +28,6 @@ def test_right_operations_of_every_family_pass(checkpoint, family):
     assert len(kinds) <= 5 + bool(target.info.mtp_layers)  # a model of a hundred layers takes no longer
 
 
-@pytest.mark.slow
-def test_native_kernels_pass(make_target):
-    if "native" not in tiny.kernels_available():
-        pytest.skip("the native kernels do not compile on this machine")
-    assert differing(make_target("qwen3_5", kernels="native", dtype="bfloat16")) == []
-
-
 QWEN35 = ("project", "linear", "swiglu", "rms_norm", "norm_rope", "attend", "conv_window", "gated_delta")
 
 

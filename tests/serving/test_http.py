@@ -22,7 +22,6 @@ LONG = {"prompt": "def f(", "max_tokens": 4096, "ignore_eos": True, "stream": Tr
 
 # --- malformed requests; ``tests/fuzz/test_requests.py`` draws more --------------------------------------------------
 
-CHAIN = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}}}
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
 
 
@@ -48,8 +47,6 @@ def schema(data):
             "response_format.type: Input should be 'text', 'json_object' or 'json_schema', got 'xml'",
         ),
         (schema({"type": "elephant"}), "the json_schema cannot be used as a grammar"),
-        (schema({"type": "integer", "minimum": 10**30}), "the json_schema cannot be used as a grammar: Value is not"),
-        (schema(CHAIN), "the json_schema cannot be used as a grammar: it is too large or too deep"),
         # these compile, and no text fits them, or the rows of the parser are too long
         (schema({"$ref": "#"}), "the grammar cannot continue"),
         (schema(MANY), "the grammar cannot be followed further: Parser Error"),
@@ -66,12 +63,6 @@ def schema(data):
         ("[1, 2]", "the body takes a JSON object, got [1, 2]"),
         ('{"messages": NaN', "the body cannot be read as JSON: "),
         ('{"model": "a", "model": "b"}', "it has the key 'model' twice"),
-        ("[" * 10_000, "the body cannot be read as JSON: it is nested"),
-        ('{"seed": ' + "9" * 5000 + "}", "digits"),
-        (
-            r'{"prompt": "\ud800"}',
-            "the body cannot be read as JSON: a text in it has half of a surrogate pair (\\ud800)",
-        ),
         (b"\xff\xfe{}", "the body cannot be read as JSON: "),
     ],
 )

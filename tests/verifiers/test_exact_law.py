@@ -24,27 +24,32 @@ def block(target, laws, drafted, accepts):
     return rejection.accept_block(target, laws, drafted, accepts)
 
 
-def check_sampled(rule, *, sizes=SIZES, seeds=SEEDS, pruned=False):
+@pytest.mark.parametrize(
+    "draws", [{}, {"pruned": True, "seeds": range(5)}, {"sizes": [(4, 3)], "seeds": range(1)}], ids=repr
+)
+@pytest.mark.parametrize("rule", [chain, block])
+def test_the_rules_emit_the_target_exactly(rule, draws):
     """Drafts drawn from a law of the whole vocabulary, or of part of it, leave the target's joint law as it is."""
-    for vocab, depth in sizes:
-        for seed in seeds:
+    for vocab, depth in draws.get("sizes", SIZES):
+        for seed in draws.get("seeds", SEEDS):
             target = random_laws(vocab, seed)
-            draft = random_laws(vocab, seed + 100, support=range(vocab - 1) if pruned else None)
+            draft = random_laws(vocab, seed + 100, support=range(vocab - 1) if "pruned" in draws else None)
             got, _ = emitted(rule, target, sampled_drafts(draft, depth, vocab), vocab, JOINT)
             assert got == joint_of(target, vocab, JOINT), f"vocabulary {vocab}, K {depth}, seed {seed}"
 
 
-def check_points(rule, *, sizes=SIZES, seeds=SEEDS):
+def test_point_masses_emit_the_target_exactly():
     """Any deterministic drafter, handed over as point masses, leaves the target's joint law as it is."""
-    for vocab, depth in sizes:
-        for seed in seeds:
+    for vocab, depth in SIZES:
+        for seed in SEEDS:
             target, draft = random_laws(vocab, seed), random_laws(vocab, seed + 100)
             best = point_drafts(lambda prefix, draft=draft: draft(prefix).index(max(draft(prefix))), depth)
-            got, _ = emitted(rule, target, best, vocab, JOINT)
+            got, _ = emitted(chain, target, best, vocab, JOINT)
             assert got == joint_of(target, vocab, JOINT), f"vocabulary {vocab}, K {depth}, seed {seed}"
 
 
-def check_acceptance(*, seeds=SEEDS):
+@pytest.mark.parametrize("seeds", [SEEDS], ids=repr)
+def test_acceptance_is_the_overlap_of_the_laws(seeds):
     """E[accepted] of the token rule is what sum(min(target, draft)) says; more is as wrong as less."""
     for vocab, depth in SIZES:
         for seed in seeds:
@@ -62,8 +67,9 @@ def check_acceptance(*, seeds=SEEDS):
             assert got == expected((), depth), f"vocabulary {vocab}, K {depth}, seed {seed}"
 
 
-def check_block_accepts_more(*, seeds=range(12)):
-    """Block verification accepts at least as many tokens in expectation, and more in some cases."""
+@pytest.mark.parametrize("seeds", [range(12)], ids=repr)
+def test_block_verification_accepts_at_least_as_much(seeds):
+    """In expectation, and more in some cases."""
     gained = 0
     for vocab, depth in [(2, 3), (3, 2), (4, 2)]:
         for seed in seeds:
@@ -73,26 +79,6 @@ def check_block_accepts_more(*, seeds=range(12)):
             assert by_block >= by_token, f"vocabulary {vocab}, K {depth}, seed {seed}"
             gained += by_block > by_token
     assert gained > 5
-
-
-@pytest.mark.parametrize(
-    "draws", [{}, {"pruned": True, "seeds": range(5)}, {"sizes": [(4, 3)], "seeds": range(1)}], ids=repr
-)
-@pytest.mark.parametrize("rule", [chain, block])
-def test_the_rules_emit_the_target_exactly(rule, draws):
-    check_sampled(rule, **draws)
-
-
-def test_point_masses_emit_the_target_exactly():
-    check_points(chain)
-
-
-def test_acceptance_is_the_overlap_of_the_laws():
-    check_acceptance()
-
-
-def test_block_verification_accepts_at_least_as_much():
-    check_block_accepts_more()
 
 
 def test_a_variable_depth_chosen_from_the_prefix_changes_nothing():

@@ -8,77 +8,23 @@ from hypothesis import strategies as st
 
 from specdec import sampling as production
 from specdec.backends.arrays import HostLogits
-from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
+from specdec.contract import GREEDY_BELOW, Context, Draft, Sampling
 from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
-from specdec.testing import Memory, TableModel
-from specdec.testing.engine_run import ScriptedDrafter, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
 
-VOCAB = 7
 WEIGHTS = st.lists(st.integers(0, 8), min_size=6, max_size=6).filter(any)
-MODELS = {memory: TableModel.random(VOCAB, memory=memory, seed=8, tilt=0.6, peak=0.4) for memory in Memory}
-
-
-class EveryOther(LogitsProcessor):
-    """A two-state grammar: after an even token an odd one, and the other way round."""
-
-    def process(self, logits, history):
-        masked = logits.copy()
-        masked[history[-1] % 2 :: 2] = -np.inf
-        return masked
-
-    def legal(self, draft, history):
-        last = history[-1]
-        for kept, token in enumerate(draft):
-            if token % 2 == last % 2:
-                return kept
-            last = token
-        return len(draft)
-
-
-def check_independence(prompt, depths, sampling, memory, wrong, count=14):
-    """Right, wrong and mixed drafts in blocks of any length give the tokens of plain decoding."""
-    model = MODELS[memory]
-    expected, _ = run_engine(model, StrictVerifier(), None, prompt, count, [0], sampling)
-    told = [*prompt, *expected]
-
-    def script(history, number):
-        right = told[len(history)] if len(history) < len(told) else 0
-        return (right + wrong[(len(history) + number) % len(wrong)]) % VOCAB
-
-    got, stats = run_engine(
-        model, StrictVerifier(), lambda env: ScriptedDrafter(script), prompt, count, depths, sampling
-    )
-    assert got == expected
-    assert not stats.inactive_reason
-
-
-def test_draft_tokens_that_a_processor_forbids_are_cut_and_counted():
-    drafted = []
-
-    def script(history, number):
-        drafted.append(number)
-        return 1
-
-    sampling, model = Sampling(processors=(EveryOther(),)), MODELS[Memory.ATTENTION]
-    _, stats = run_engine(model, StrictVerifier(), lambda env: ScriptedDrafter(script), [2], 12, [3], sampling)
-    assert 0 < sum(stats.offered) == len(drafted) - stats.forbidden < len(drafted)
-
-
-def check_rows_have_their_own_history(case):
-    """F(row i) is F(plain decoding after y + x_1..x_i)."""
-    rows = Rows(HostLogits(case.rows), case.draft.tokens, case.context())
-    for row in range(len(case.draft.tokens) + 1):
-        np.testing.assert_allclose(rows.distribution(row), case.distribution(row), atol=1e-9)
 
 
 @examples(200)
 @given(cases())
 def test_every_row_follows_the_law_written_out_by_hand(case):
-    check_rows_have_their_own_history(case)
+    """F(row i) is F(plain decoding after y + x_1..x_i)."""
+    rows = Rows(HostLogits(case.rows), case.draft.tokens, case.context())
+    for row in range(len(case.draft.tokens) + 1):
+        np.testing.assert_allclose(rows.distribution(row), case.distribution(row), atol=1e-9)
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------

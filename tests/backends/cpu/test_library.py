@@ -22,7 +22,7 @@ from specdec.backends.cpu.backend import CpuBackend
 from specdec.backends.cpu.library import Kernels, KernelsUnavailable, load_kernels
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.files import keeping
-from tests.instruction_sets import RUNNABLE
+from tests.instruction_sets import RUNNABLE, kernels_of
 from tests.selection import cases
 
 TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
@@ -283,12 +283,9 @@ def test_without_a_cache_the_kernels_are_built_and_the_reason_is_said(happens, t
     assert built(load_kernels()).notice == ""
 
 
-def test_a_notice_reaches_the_result_once(tmp_path, monkeypatch):
+def test_a_notice_reaches_the_result_once(monkeypatch):
     reason = "the CPU kernels are built at every start: for a test"
-    found = load_kernels()
-    if isinstance(found, KernelsUnavailable):
-        pytest.skip(found.reason)
-    told = attrs.evolve(found, notice=reason)
+    told = attrs.evolve(kernels_of(), notice=reason)
     monkeypatch.setattr("specdec.backends.cpu.backend.load_kernels", lambda instruction_set: told)
     draft = {"name": "draft_model", "model": "demo"}
     for drafter in ("none", draft):

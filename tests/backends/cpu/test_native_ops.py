@@ -23,6 +23,7 @@ from tests.backends import oracle
 from tests.backends.contract import SIZES, check_operations
 from tests.instruction_sets import RUNNABLE, kernels_of
 from tests.selection import cases
+from tests.tiny import assert_equal_bits
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
@@ -39,16 +40,6 @@ def _nan_filled_outputs():
 
 def draw(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def bits(x):
-    """Integers, so that equality sees signed zeros and NaNs."""
-    return x.contiguous().view(torch.int16 if x.dtype is torch.bfloat16 else torch.int32)
-
-
-def assert_same_bits(a, b):
-    assert a.shape == b.shape
-    assert torch.equal(bits(a), bits(b)), f"{(bits(a) != bits(b)).sum()} of {a.numel()} differ"
 
 
 def assert_within(actual, expected, bound):
@@ -92,7 +83,7 @@ def test_product_bits_do_not_depend_on_rows_or_threads(ops, same_bits, n, k):
 
     same_bits(run, x)
     for rows in (1, 4, 23, 67):  # other neighbours, another place in the tile
-        assert_same_bits(ops.project(x[5 : 5 + rows], [up, w])[1], ops.linear(x[5 : 5 + rows], w))
+        assert_equal_bits(ops.project(x[5 : 5 + rows], [up, w])[1], ops.linear(x[5 : 5 + rows], w))
 
 
 def test_a_poisoned_row_stays_alone(ops):
@@ -103,7 +94,7 @@ def test_a_poisoned_row_stays_alone(ops):
     x = x.clone()
     x[3] = float("nan")
     x[7] = float("inf")
-    assert_same_bits(torch.cat([ops.linear(x, w)[i : i + 1] for i in (0, 2, 4, 6, 8, 15)]), clean[[0, 2, 4, 6, 8, 15]])
+    assert_equal_bits(torch.cat([ops.linear(x, w)[i : i + 1] for i in (0, 2, 4, 6, 8, 15)]), clean[[0, 2, 4, 6, 8, 15]])
     assert ops.linear(x, w)[3].isnan().all()
 
 
@@ -111,7 +102,7 @@ def test_strided_rows_are_read_in_place(ops):
     """Catches: a stride taken for the row length. Views of rows come from Hidden slices and fused projections."""
     wide, w = draw(6, 200, seed=0, dtype=ops.dtype), draw(90, 300, seed=1, dtype=ops.dtype)
     x, part = wide[1:, 40:140], w[10:70, 100:200]
-    assert_same_bits(ops.linear(x, part), ops.linear(x.contiguous(), part.contiguous()))
+    assert_equal_bits(ops.linear(x, part), ops.linear(x.contiguous(), part.contiguous()))
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -182,10 +173,10 @@ def test_attention_bits_do_not_depend_on_passes_or_threads(ops, threads, length,
     tail = length - 96
     for team in (1, 2, 5):
         threads(team)
-        assert_same_bits(attention.run([length]), whole)
-        assert_same_bits(attention.run([*range(1, 9), tail, *[1] * 10, 3, 16, 15, 16]), whole)
+        assert_equal_bits(attention.run([length]), whole)
+        assert_equal_bits(attention.run([*range(1, 9), tail, *[1] * 10, 3, 16, 15, 16]), whole)
     if length < 200:
-        assert_same_bits(attention.run([1] * length), whole)
+        assert_equal_bits(attention.run([1] * length), whole)
 
 
 # --- gated delta rule ----------------------------------------------------------------------------------------------
@@ -237,9 +228,9 @@ def test_delta_bits_do_not_depend_on_passes_or_threads(ops, threads, shape):
         threads(team)
         for passes in ([rows], [1, 2, 16, 5, rows - 24], [rows - 1, 1], *([[1] * rows] if team == 2 else [])):
             out, cache = delta.run(passes)
-            assert_same_bits(out, whole)
-            assert_same_bits(cache.state, after.state)
-            assert_same_bits(cache.window, after.window)
+            assert_equal_bits(out, whole)
+            assert_equal_bits(cache.state, after.state)
+            assert_equal_bits(cache.window, after.window)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from specdec.checkpoints import StoredWeights
 from specdec.checkpoints.opening import open_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, rounded
 from specdec.checkpoints.quantised.stored import RowParts
-from tests.backends.cpu.test_native_ops import TINY, U, assert_same_bits, assert_within, draw
+from tests.backends.cpu.test_native_ops import TINY, U, assert_within, draw
 from tests.checkpoints.gguf_files import random_blocks
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
@@ -37,6 +37,7 @@ from tests.checkpoints.quantised.quantisers import NAME, meaning
 from tests.checkpoints.test_gguf import BLOCK_TYPES, with_matrix
 from tests.instruction_sets import RUNNABLE, kernels_of
 from tests.selection import cases, examples
+from tests.tiny import assert_equal_bits
 
 SETTINGS = settings(examples(12), deadline=None)
 
@@ -240,7 +241,7 @@ def test_what_is_not_finite_stays_in_its_row(ops, odd):
         got = torch.from_numpy(ops.head(x, w).rows())
         assert not got[1].isfinite().any()
         for row in (0, 2):
-            assert_same_bits(got[row], torch.from_numpy(ops.head(x[row : row + 1], w).rows())[0])
+            assert_equal_bits(got[row], torch.from_numpy(ops.head(x[row : row + 1], w).rows())[0])
 
 
 @pytest.mark.parametrize(("bits", "byte"), [(8, 255), (8, 0), (4, 255), (4, 0)])
@@ -279,7 +280,7 @@ def test_a_single_lowest_code_is_kept(ops, tmp_path, row, byte):
     codes[codes == 128] = 129
     rows[row, byte] = 128
     matrix = attrs.evolve(matrix, parts=RowParts(rows, matrix.parts.block, matrix.parts._unpack))
-    assert_same_bits(ops.to_host(ops.weight(matrix)), matrix.decode())
+    assert_equal_bits(ops.to_host(ops.weight(matrix)), matrix.decode())
 
 
 def test_rows_of_a_table_are_the_decoded_ones(ops, tmp_path):
@@ -290,14 +291,14 @@ def test_rows_of_a_table_are_the_decoded_ones(ops, tmp_path):
         matrix = matrix_of(name, 77, 3 if name.startswith("mlx") else 12, number, folder, ops.dtype)
         held, decoded = ops.weight(matrix), matrix.decode()
         if "divisor" not in matrix.parts:  # a reciprocal is rounded
-            assert_same_bits(ops.to_host(held), decoded)
+            assert_equal_bits(ops.to_host(held), decoded)
         ids = [0, 31, 32, 64, 76, 5, 5]
-        assert_same_bits(ops.embed(held, ids), ops.to_host(held)[ids])
+        assert_equal_bits(ops.embed(held, ids), ops.to_host(held)[ids])
         x = draw(5, matrix.shape[1], seed=1, dtype=ops.dtype)
         whole = torch.from_numpy(ops.head(x, held).rows())
         pruned = ops.head_rows(held, sorted(set(ids)))
         found = ops.pruned_head(x, pruned).rows()
-        assert_same_bits(torch.from_numpy(found)[:, ids].contiguous(), whole[:, ids].contiguous())
+        assert_equal_bits(torch.from_numpy(found)[:, ids].contiguous(), whole[:, ids].contiguous())
         more = ops.pruned_head(x, ops.head_rows(held, [7, 40, 5], base=pruned)).rows()
         assert np.array_equal(more[:, ids], whole[:, ids])
         error = np.abs(more[:, [7, 40]] - whole[:, [7, 40]].numpy())
@@ -323,8 +324,8 @@ def test_rows_and_threads_do_not_change_bits(ops, same_bits, tmp_path, name):
         return [*ops.project(x, [a, plain, panels, other, up]), ops.linear(x, a), ops.swiglu(x, a, up), logits]
 
     alone = same_bits(run, x)
-    assert_same_bits(alone[1], ops.linear(x, plain))
-    assert_same_bits(alone[2], ops.linear(x, panels))
+    assert_equal_bits(alone[1], ops.linear(x, plain))
+    assert_equal_bits(alone[2], ops.linear(x, panels))
     assert [bool(row.isfinite().all()) for row in alone[0][:5]] == [True, True, True, False, True]
 
 
@@ -336,7 +337,7 @@ def test_matrices_of_one_call_have_groups_of_their_own(ops, tmp_path):
     ]
     x = draw(7, 384, seed=9, dtype=ops.dtype)
     for together, w in zip(ops.project(x, held), held, strict=True):
-        assert_same_bits(together, ops.linear(x, w))
+        assert_equal_bits(together, ops.linear(x, w))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -367,7 +368,7 @@ def test_what_does_not_fit_the_layout_is_decoded(ops):
     for number, odd in enumerate((attrs.evolve(narrow, parts=parts), attrs.evolve(sound, values=sound.values + 0.001))):
         held = ops.weight(odd)
         assert len(noted) == number + 1
-        assert_same_bits(ops.embed(held, range(9)), odd.decode())
+        assert_equal_bits(ops.embed(held, range(9)), odd.decode())
         noted.pop()
 
 
@@ -380,7 +381,7 @@ def test_instruction_sets_with_fused_multiply_add_agree(name, narrower, tmp_path
     matrix = matrix_of(name, 70, 3, 1, tmp_path, torch.bfloat16)
     x = activations(9, matrix.shape[1], 2, "plain", torch.bfloat16)
     both = (NativeOps(torch.bfloat16, kernels_of(one), int8=FORMATS) for one in (FUSED[0], narrower))
-    assert_same_bits(*(torch.from_numpy(ops.head(x, ops.weight(matrix)).rows()) for ops in both))
+    assert_equal_bits(*(torch.from_numpy(ops.head(x, ops.weight(matrix)).rows()) for ops in both))
 
 
 def test_codes_that_are_no_integers_take_activations_as_they_are(int8_ops, float_ops, tmp_path):
@@ -389,5 +390,5 @@ def test_codes_that_are_no_integers_take_activations_as_they_are(int8_ops, float
         matrix = QUANTISERS[name](drawn(40, 384, number), tmp_path / str(number), int8_ops.dtype)
         count = int8_ops.int8_matrices
         results = [ops.linear(x, ops.weight(matrix)) for ops in (int8_ops, float_ops)]
-        assert_same_bits(*results)
+        assert_equal_bits(*results)
         assert int8_ops.int8_matrices == count

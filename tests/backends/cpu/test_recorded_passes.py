@@ -4,6 +4,7 @@ Between passes the shared work memory is filled with NaN, so that a replay which
 """
 
 import contextlib
+import functools
 import threading
 from typing import Any
 
@@ -22,19 +23,12 @@ from specdec.backends.ops import DeltaShape, Rope
 from specdec.backends.passes import EagerPasses
 from specdec.errors import ContractError, ShapeError, StateError
 from tests import tiny
-from tests.tiny_families import SHAPES
 
 pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="the native kernels do not compile")
 
 VOCAB = 250
 CAPACITY = 120
 MAX_ROWS = 16
-DENSE = {
-    "qwen3_5": tiny.QWEN3_5_SHAPES["mixed-layers"],
-    "qwen3": tiny.QWEN3_SHAPES["gqa4-tied"],
-    "llama": next(iter(SHAPES["llama"].values())),
-    "qwen2": next(iter(SHAPES["qwen2"].values())),
-}
 tokens_ = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_ROWS)
 
 
@@ -77,7 +71,7 @@ class Both:
 
     def compare(self, mine, truth):
         for ours, theirs in ((mine.hidden.array, truth.hidden.array), (mine.logits.array, truth.logits.array)):
-            same_bits(ours, theirs)
+            tiny.assert_equal_bits(ours, theirs)
             self.held.append((ours, theirs.clone()))
 
     def restore(self):
@@ -93,14 +87,10 @@ class Both:
 
     def finish(self):
         for ours, theirs in self.held:
-            same_bits(ours, theirs)
+            tiny.assert_equal_bits(ours, theirs)
         mine, truth = self.pair.recorded.snapshot(self.mine), self.pair.eager.snapshot(self.truth)
         assert mine.meta == truth.meta
         tiny.assert_same_bits(mine.arrays, truth.arrays)
-
-
-def same_bits(ours, theirs):
-    tiny.assert_same_bits({"": ours}, {"": theirs})
 
 
 def poison(target):
@@ -114,28 +104,24 @@ def dtype(request):
 
 @pytest.fixture(scope="module")
 def make_pair(checkpoint):
-    made = {}
-
-    def make(family, dtype, **changed):
-        key = (family, dtype, *changed.items())
-        if key not in made:
-            folder = checkpoint(family, dtype=dtype, **{**DENSE[family], **changed})
-            eager = NativeOps(getattr(torch, dtype), load_kernels(), eager_reason="compared with")
-            pair = Pair(
-                tiny.make_target(folder, kernels="native", dtype=dtype),
-                tiny.make_target(folder, kernels="native", dtype=dtype, ops=eager),
-            )
-            assert "eagerly" not in pair.recorded.info.kernels
-            assert "passes run eagerly: compared with" in pair.eager.info.kernels
-            made[key] = pair
-        return made[key]
+    @functools.cache
+    def make(dtype, **changed):
+        folder = checkpoint("qwen3_5", dtype=dtype, **{**tiny.QWEN3_5_SHAPES["mixed-layers"], **changed})
+        eager = NativeOps(getattr(torch, dtype), load_kernels(), eager_reason="compared with")
+        pair = Pair(
+            tiny.make_target(folder, kernels="native", dtype=dtype),
+            tiny.make_target(folder, kernels="native", dtype=dtype, ops=eager),
+        )
+        assert "eagerly" not in pair.recorded.info.kernels
+        assert "passes run eagerly: compared with" in pair.eager.info.kernels
+        return pair
 
     return make
 
 
 @pytest.fixture(scope="module")
 def pair(make_pair, dtype):
-    return make_pair("qwen3_5", dtype)
+    return make_pair(dtype)
 
 
 # --- bits ------------------------------------------------------------------------------------------------------------
@@ -238,7 +224,7 @@ def test_threads_take_turns(pair):
     for plan, (logits, arrays) in zip(plans, results, strict=True):
         wanted, state = play(pair.eager, plan)
         for ours, theirs in zip(logits, wanted, strict=True):
-            same_bits(ours, theirs)
+            tiny.assert_equal_bits(ours, theirs)
         tiny.assert_same_bits(arrays, state)
 
 
@@ -315,7 +301,7 @@ def no_numbers_for(target, token):
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_a_chain_fails_as_the_steps_do(make_pair, dtype, step):
     """Logits that are not finite from some step on: the same error, and the same rows counted."""
-    pair = make_pair("qwen3_5", dtype, tied=False)  # a token that the embedding spoils, and the head can choose
+    pair = make_pair(dtype, tied=False)  # a token that the embedding spoils, and the head can choose
     hidden = pair.eager.decode(new_state(pair.eager), [1, 2]).hidden
     for first in range(VOCAB):  # a draft that tells its steps apart
         fed = [first, *step_by_step(pair.eager, new_state(pair.eager), [3, first], hidden, 4)]
@@ -471,5 +457,5 @@ def test_weights_that_a_recording_reads_live_as_long_as_it():
     wanted = run([plain], [9], None)
     weights.clear()
     junk = [torch.full((32, 32), torch.nan) for _ in range(100)]  # would take the memory over
-    same_bits(bound.run([9]), wanted)
+    tiny.assert_equal_bits(bound.run([9]), wanted)
     del junk

@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.backends.cpu.backend import CpuBackend
-from specdec.backends.cpu.library import KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.threads import Threads, given_processors
 from specdec.errors import ConfigError
+from tests.instruction_sets import kernels_of
 from tests.processes import run_python
 
 
 def native_ops(threads):
-    kernels = load_kernels()
-    if isinstance(kernels, KernelsUnavailable):
-        pytest.skip(kernels.reason)
-    return NativeOps(torch.float32, kernels, Threads(threads))
+    return NativeOps(torch.float32, kernels_of(), Threads(threads))
 
 
 @given(callers=st.integers(1, 6), threads=st.integers(1, 9), features=st.integers(900, 1100), rounds=st.integers(1, 30))

@@ -4,8 +4,6 @@
 """
 
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -19,16 +17,12 @@ from specdec.backends.cpu.native import NativeOps
 from specdec.checkpoints import locate
 from tests import tiny
 from tests.instruction_sets import kernels_of
-from tests.processes import HUNG
-
-ROOT = Path(__file__).parents[3]
+from tests.processes import ROOT, run_python
 
 
 def build_wheel(folder, **environment):
     """Build a wheel; return it and what the build said."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=HUNG)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT, env=environment)
     (wheel,) = folder.glob("*.whl")
     return wheel, done.stdout + done.stderr
 

@@ -16,6 +16,7 @@ from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.backends import families  # noqa: E402
 from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED  # noqa: E402
 
 pytestmark = pytest.mark.emulator
@@ -79,14 +80,7 @@ def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made, dtype, execu
 
 
 def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made):
-    target = made(EMULATED)
-    drafts = []
-    for choose in (None, lambda logits, drafted: logits.argmax()[0]):
-        state = target.new_state(32, tiny.needs_of(target))
-        target.prefill(state, TOKENS[:4])
-        drafts.append(target.draft_mtp(state, TOKENS[4], 3, choose=choose))
-    assert drafts[0] == drafts[1]
-    assert len(drafts[0]) == 3
+    families.check_drafts(made(EMULATED), [(3, None, 1)])
 
 
 @pytest.mark.sample

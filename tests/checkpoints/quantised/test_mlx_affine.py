@@ -44,16 +44,16 @@ def decoded(checkpoint, dtype):
     return StoredWeights(checkpoint, dtype=dtype)[NAME]
 
 
-def logits(folder, kernels):
-    target = tiny.make_target(folder, kernels=kernels, weights="decoded")
-    rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()
-    return torch.as_tensor(rows).clone()
+def outputs_of(target):
+    """Logits of a pass of several rows."""
+    return torch.as_tensor(target.decode(target.new_state(64), PROMPT).need_logits().rows()).clone()
 
 
 def assert_same_logits(one, other):
     """Bit for bit with the native kernels; torch's own products depend on where in a file a tensor begins."""
     for kernels in tiny.kernels_available():
-        got, wanted = logits(one, kernels), logits(other, kernels)
+        targets = (tiny.make_target(folder, kernels=kernels, weights="decoded") for folder in (one, other))
+        got, wanted = map(outputs_of, targets)
         assert wanted.std() > 0.5
         if kernels == "native":
             assert torch.equal(got, wanted)

@@ -10,6 +10,7 @@ from specdec.checkpoints import StoredWeights, TensorSpec, check_weights
 from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.comparisons import record
+from tests.tiny import assert_equal_bits
 
 
 def decoded(checkpoint, dtype=torch.bfloat16, name=""):
@@ -25,10 +26,7 @@ def decoded(checkpoint, dtype=torch.bfloat16, name=""):
 
 def assert_same_bits(got, wanted):
     """Equal values, the sign of zero included; ``wanted`` is float32 and rounded once here."""
-    expected = torch.as_tensor(wanted).to(got.dtype)
-    assert got.shape == expected.shape
-    ints = {4: torch.int32, 2: torch.int16}[got.itemsize]
-    assert torch.equal(got.view(ints), expected.contiguous().view(ints))
+    assert_equal_bits(got, torch.as_tensor(wanted).to(got.dtype))
 
 
 def drawn(seed, *shape):

@@ -14,7 +14,7 @@ from specdec.errors import CheckpointError
 from specdec.models.loading import _stored_dtype, load_target
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import quantisers as q
-from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
+from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT, outputs_of
 
 HYBRID = FAMILIES["qwen3_5"] | {"dtype": "bfloat16"}
 EXPERTS = FAMILIES["qwen3_5_moe"] | {"dtype": "bfloat16"}
@@ -37,11 +37,6 @@ def split(folder, source, choose, dtype=torch.bfloat16, **config):
     for made in ("stored", "decoded"):
         tiny.write_tokenizer(folder / made)
     return folder / "stored", folder / "decoded"
-
-
-def outputs_of(target):
-    """Logits of a pass of several rows."""
-    return torch.as_tensor(target.decode(target.new_state(64), PROMPT).need_logits().rows()).clone()
 
 
 def outputs(folder, dtype, kernels):

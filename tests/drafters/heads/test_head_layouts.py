@@ -303,21 +303,19 @@ def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "states", "said"),
+    ("size", "said"),
     [
-        ("eagle3", {"vocab": 50}, "vocabulary is 40, this target's is 50"),
-        ("eagle3", {"hidden": 32}, "hidden size is 16, this target's is 32"),
+        ({"vocab_size": 50}, "vocabulary is 40, this target's is 50"),
+        ({"hidden_size": 32}, "hidden size is 16, this target's is 32"),
     ],
 )
-def test_a_head_of_another_target_is_refused_with_both_figures(name, states, said):
-    recorded = Recorded.load(name)
-    info = {"vocab": "vocab_size", "hidden": "hidden_size"}
-    for key, value in states.items():
-        recorded.target.info = attrs.evolve(recorded.target.info, **{info[key]: value})
+def test_a_head_of_another_target_is_refused_with_both_figures(size, said):
+    recorded = Recorded.load("eagle3")
+    recorded.target.info = attrs.evolve(recorded.target.info, **size)
     spec = next(spec for spec in specdec_drafters() if spec.name == "head")
     assert spec.prepare is not None
     with pytest.raises(SpecdecError, match=said):
-        spec.prepare(spec.config(model=str(RECORDED / name)), PrepareEnv(target=recorded.target))
+        spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
 
 
 def test_boundaries_that_the_target_has_not_are_refused(tmp_path):
@@ -332,10 +330,6 @@ def test_the_kind_and_the_name_of_the_drafter_must_agree():
     assert spec.prepare is not None
     with pytest.raises(SpecdecError, match=r"drafter.name is 'p_eagle', and .* of the kind .eagle3."):
         spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
-
-
-def updated(**keys):
-    return lambda config, tensors: config.update(keys)
 
 
 def states(found):
@@ -373,7 +367,7 @@ SWITCHES = {
     "ids at the top are boundaries": ("eagle3", original, states, ((1, 2, 4), False)),
     "plain ids in eagle_config are boundaries": (
         "eagle3",
-        both(flat, updated(eagle_config={"layer_ids": [1, 2, 4]})),
+        both(flat, change(eagle_config={"layer_ids": [1, 2, 4]})),
         states,
         ((1, 2, 4), False),
     ),
@@ -407,7 +401,7 @@ SWITCHES = {
     ),
     "DFlash without its ids' count": (
         "dflash",
-        both(zlab, updated(output_multiplier=2.0)),
+        both(zlab, change(output_multiplier=2.0)),
         lambda f: dict(f.rules)["not used"],
         "output_multiplier, which act in DFlash2 only",
     ),
