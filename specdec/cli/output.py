@@ -278,16 +278,13 @@ def progress(first: str, *, silent: bool = False, then: str = "generating") -> I
 
     ``first`` describes the work before the first call, ``then`` what is counted.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    if silent or not sys.stderr.isatty():
+        yield lambda done, planned: None
+        return
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[counted]}"),
-        TimeRemainingColumn(),
-    )
-    hidden = silent or not sys.stderr.isatty()
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=hidden) as bar:
+    columns = ("{task.description}", BarColumn(), "{task.fields[counted]}", TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(first, total=None, counted="")
         yield lambda done, planned: bar.update(
             task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"

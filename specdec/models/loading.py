@@ -108,7 +108,7 @@ def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> Lo
     checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
     tokenizer = Tokenizer.from_checkpoint(folder)
     tokenizer.check_fits(family.vocab_size)
-    backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.source)
+    backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.sources)
     notices = list(said)
     with calling((Kind.BACKEND, backend.name), "choose_dtype"):
         dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
