@@ -245,12 +245,8 @@ def amount(size: int | None) -> str:
     """Bytes: ``3.2 MiB``."""
     if size is None:
         return "unknown"
-    number, unit = float(size), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
+    power = min(max(size.bit_length() - 1, 0) // 10, 3)
+    return f"{size / 1024**power:.1f} {'_KMG'[power]}iB" if power else f"{size} bytes"
 
 
 def interrupted(ctx: click.Context, what: str) -> NoReturn:

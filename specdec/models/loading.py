@@ -274,7 +274,7 @@ def with_head(
     wanted = dry_run(spec, counted)
     try:
         if not wanted.head_prefixes:
-            raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head")
+            raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head", try_="no target.mtp")
         if asked is None and any(name.startswith(wanted.head_prefixes) for name in formats_of(checkpoint)):
             raise CheckpointError(f"{path} is not used: the weights hold an MTP head already", try_="target.mtp")
         joined = join_head(

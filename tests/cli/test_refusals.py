@@ -39,6 +39,7 @@ BEFORE_LOADING = [
     ("accept --prompts blank", "the prompt file has no prompt"),
     ("accept --prompts broken.jsonl", "a line of the prompt file is not JSON"),
     ("accept --ablate gate-slu", "there is no ablation 'gate-slu'. Did you mean 'gate-silu'"),
+    ("generate -p x --trace none/t", "there is no folder to write the file into"),
     ("accept --html .", "there is no folder to write the file into, or it is a folder itself"),
     ("accept --depth 0", "0 is not in the range"),
     ("accept -s depth.depth=3", "-s depth.depth=3: the depth is fixed here, give it with --depth"),
