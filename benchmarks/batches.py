@@ -34,6 +34,8 @@ def rate(streams: Sequence[Stream]) -> float:
         batch.add(stream)
     while not all(counts.values()):
         batch.tick()
+    if len(batch.running) < len(streams):
+        raise SystemExit("a generation ended before all had begun, and nothing can be timed: give more --tokens")
     before, began = sum(counts.values()), perf_counter()
     while len(batch.running) == len(streams):
         batch.tick()

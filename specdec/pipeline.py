@@ -94,11 +94,11 @@ def resolved(choice: Choice, head: bool | None = None) -> Choice:
         head: whether the target has an MTP head; None if that is not known yet, and then "auto" may stay.
     """
     if choice.drafts_with_a_model:
-        model = Choice("draft_model", choice.options, source="drafter")  # its keys are written in that table
-        return Choice("first_of", {"drafters": (LOOK_UP, model)}, source=choice.source)
+        model = Choice("draft_model", choice.options, sources={"": "drafter"})  # its keys are written in that table
+        return Choice("first_of", {"drafters": (LOOK_UP, model)}, sources=choice.sources)
     if choice.name != "auto" or head is None:
         return choice
-    return Choice("mtp" if head else "ngram", source="drafter = auto")
+    return Choice("mtp" if head else "ngram", sources={"drafter.name": "drafter = auto"})
 
 
 def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:

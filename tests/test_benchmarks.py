@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+import specdec
+from benchmarks.batches import rate
 from benchmarks.common import qwen3_5_config, random_checkpoint
 from tests.processes import ROOT, run_python
 
@@ -51,6 +53,12 @@ def test_it_takes_the_flags_that_it_is_given(name, flags, monkeypatch, capsys):
         module.main()
     options = capsys.readouterr().out.split("\noptions:")[1]
     assert flags <= set(re.findall(r"--[a-z-]+", options))
+
+
+def test_batches_say_when_nothing_can_be_timed():
+    streams = [specdec.load("demo", drafter="none").stream(prompt, max_new_tokens=1) for prompt in "ab"]
+    with pytest.raises(SystemExit, match="give more --tokens"):
+        rate(streams)
 
 
 @pytest.mark.slow

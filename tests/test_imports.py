@@ -43,6 +43,9 @@ assert "llguidance" not in sys.modules
 import specdec.testing
 list(specdec.testing.iter_checks())
 assert "pytest" not in sys.modules
+from specdec.cli import output
+with output.progress("hidden"):
+    assert "rich.progress" not in sys.modules
 from specdec.registry import registry  # asking whether a backend can run starts none
 for name in ("cpu", "cuda", "metal"):
     registry().backend(name).available()

@@ -41,13 +41,13 @@ def auto_backend() -> tuple[str, list[str]]:
 
 
 def make_backend(
-    name: str, options: Mapping[str, Any] | None = None, source: str = ""
+    name: str, options: Mapping[str, Any] = {}, sources: Mapping[str, str] = {}
 ) -> tuple[Backend, tuple[str, ...]]:
     """Build the backend of that name, or the one that "auto" resolves to, and return it with notices for the user.
 
     Args:
         options: ``[target.backend_options]``.
-        source: the file with these options, for error messages.
+        sources: of these options, as for ``structure_options``.
 
     Raises: UnsupportedError with the reason if it cannot run; ConfigError for invalid options; PluginError if it is
         broken.
@@ -59,7 +59,7 @@ def make_backend(
     unavailable = registry().unavailable(spec)
     if unavailable is not None:
         raise UnsupportedError(f"the {spec.name} backend cannot run here: {unavailable}", try_='target.backend = "cpu"')
-    config = registry().options(spec, Choice(name, options or {}, source=source), "target.backend_options")
+    config = registry().options(spec, Choice(name, options, sources), "target.backend_options")
     with calling(spec, "factory"):
         backend: Backend = spec.factory(config)
     return backend, (*notices, *backend.notices)

@@ -12,7 +12,7 @@ from specdec.errors import CheckpointError, cut, nearest
 from specdec.files.reading import kind, open_file
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split GGUF file
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")
 _URL = re.compile(r"https?://[\w.-]+/(?P<id>[\w.-]+/[\w.-]+)?.*")
 # Files fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) are never fetched.
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt")
@@ -53,10 +53,9 @@ def locate(model: str, *, revision: str | None = None) -> Path:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``locate`` would ask the hub: the text looks like ``org/name`` and no such path exists."""
-    if model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
-        return False
-    return not os.path.exists(model)
+    """Whether ``locate`` would ask the hub: text like ``org/name`` where no such path exists, nor a file ``org``."""
+    here = os.path.exists(model) or os.path.isfile(os.path.dirname(model))
+    return not here and _HUB_ID.fullmatch(model) is not None
 
 
 _MODELS = 'a folder with config.json and model.safetensors, a GGUF file, a hub id such as "Qwen/Qwen3.5-4B", or "demo"'
@@ -149,7 +148,8 @@ def entries(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
+        why, usable = error.strerror or error, "a folder of safetensors that you may read"
+        raise CheckpointError(f"{folder} cannot be read: {why}", try_=usable) from error
 
 
 def _nothing_there(model: str, path: Path) -> CheckpointError:
@@ -162,7 +162,7 @@ def _nothing_there(model: str, path: Path) -> CheckpointError:
         if re.fullmatch(r"[A-Za-z][\w-]*", model):
             instead = 'a hub id with its organization, as in "openai-community/gpt2"; a folder; or "demo"'
         return CheckpointError(f"there is no {what} {model!r}.{did_you_mean}", looked_in=parent, try_=instead)
-    while not os.path.isdir(parent):
+    while not os.path.exists(parent):
         parent = parent.parent
     return CheckpointError(f"there is no {what} {model!r}", exists_up_to=parent, try_=_MODELS)
 

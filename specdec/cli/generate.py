@@ -120,6 +120,7 @@ def generate(
     if prediction_file is not None:
         settings["prediction"] = read_text(str(prediction_file))
     check_writable(html_file)
+    check_writable(trace_file)
 
     from specdec.serving.page import ALTERNATIVES
 

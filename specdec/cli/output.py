@@ -245,12 +245,8 @@ def amount(size: int | None) -> str:
     """Bytes: ``3.2 MiB``."""
     if size is None:
         return "unknown"
-    number, unit = float(size), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
+    power = min(max(size.bit_length() - 1, 0) // 10, 3)
+    return f"{size / 1024**power:.1f} {'_KMG'[power]}iB" if power else f"{size} bytes"
 
 
 def interrupted(ctx: click.Context, what: str) -> NoReturn:
@@ -278,16 +274,13 @@ def progress(first: str, *, silent: bool = False, then: str = "generating") -> I
 
     ``first`` describes the work before the first call, ``then`` what is counted.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    if silent or not sys.stderr.isatty():
+        yield lambda done, planned: None
+        return
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[counted]}"),
-        TimeRemainingColumn(),
-    )
-    hidden = silent or not sys.stderr.isatty()
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=hidden) as bar:
+    columns = ("{task.description}", BarColumn(), "{task.fields[counted]}", TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(first, total=None, counted="")
         yield lambda done, planned: bar.update(
             task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"

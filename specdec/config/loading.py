@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
-from specdec.checking import Mismatch, checked, checked_fields, convert
+from specdec.checking import Mismatch, checked, checked_fields, convert, dotted
 from specdec.config.values import PLUGIN_TABLES, RunConfig
 from specdec.errors import ConfigError, shown
 from specdec.files.reading import parse_toml, read_text, why
@@ -78,14 +78,13 @@ def layered(data: Mapping[str, Any], file: str, overrides: Sequence[str | Overri
     wins = [_named(Override.parse(text) if isinstance(text, str) else text) for text in overrides]
     top: dict[str, Any] = {}
     config = _merged(data, top, file)
+    sources = dict.fromkeys(_paths(data), file)
     for win in wins:  # a value that a later override replaces is checked too
         _put(top, win.path, win.value)
         config = _merged(data, top, win.source)
-    sources = {(table, key): file for table, keys in data.items() for key in keys}
-    for win in wins:
-        keys = [win.path[1]] if win.path[1:] else list(win.value)
-        sources |= {(win.path[0], key): win.source for key in keys}
-    return _with_sources(config, sources).check_auto()
+        sources |= dict.fromkeys([win.path[0], dotted(win.path), *_paths(win.value, *win.path)], win.source)
+    tables = {table: attrs.evolve(getattr(config, table), sources=sources) for table in ("target", *PLUGIN_TABLES)}
+    return attrs.evolve(config, **tables).check_auto()
 
 
 def _named(override: Override) -> Override:
@@ -108,7 +107,7 @@ def _merged(data: Mapping[str, Any], top: Mapping[str, Any], source: str) -> Run
     given = {key for layer in (data, top) if isinstance(layer.get("depth"), Mapping) for key in layer["depth"]}
     if "depth" in given and "name" not in given and isinstance(merged["depth"], dict):
         merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
-    return structure_options(merged, RunConfig, source=source)
+    return structure_options(merged, RunConfig, sources={"": source})
 
 
 def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
@@ -119,7 +118,10 @@ def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     try:
         return parse_toml(read_text(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read as TOML: {why(error)}") from error
+        missing = isinstance(error, FileNotFoundError)
+        raise ConfigError(
+            f"there is no file {str(path)!r}" if missing else f"{str(path)!r} cannot be read as TOML: {why(error)}"
+        ) from error
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -143,32 +145,26 @@ def _put(tables: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     tables[path[-1]] = value
 
 
-def _with_sources(config: RunConfig, sources: Mapping[tuple[str, str], str]) -> RunConfig:
-    """Record where each table was written, for later errors (an unknown name, a bad option)."""
-
-    def of(table: str, *keys: str) -> str:
-        return ", ".join(dict.fromkeys(sources[table, key] for key in keys if (table, key) in sources))
-
-    tables: dict[str, Any] = {
-        "target": attrs.evolve(config.target, source=of("target", "model", "backend", "backend_options"))
-    }
-    for table in PLUGIN_TABLES:
-        choice = getattr(config, table)
-        tables[table] = attrs.evolve(choice, source=of(table, "name", *choice.options))
-    return attrs.evolve(config, **tables)
+def _paths(table: Any, *path: str) -> Iterator[str]:
+    """The path of every key in a table and in those inside."""
+    for key, value in table.items() if isinstance(table, Mapping) else ():
+        yield dotted((*path, key))
+        yield from _paths(value, *path, key)
 
 
 # --- plain data as configuration classes ------------------------------------------------------------------------------
 
 
-def structure_options(options: Mapping[str, Any], config_class: type[T], path: str = "", source: str = "") -> T:
+def structure_options(
+    options: Mapping[str, Any], config_class: type[T], path: str = "", sources: Mapping[str, str] = {}
+) -> T:
     """Plain data as a config class, such as a plugin's own: strict types, no unknown keys.
 
     Args:
         options: as written, such as ``Choice.options``.
         config_class: an attrs class.
         path: their table, such as ``drafter``; the prefix of keys in error messages.
-        source: the file or override they come from (``Choice.source``).
+        sources: the file or override that wrote each key, by path (``Choice.sources``).
 
     Raises: ConfigError that names the first wrong key; TypeError for a class that cannot be read from TOML.
     """
@@ -177,5 +173,7 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
     except Mismatch as error:
         error.path = (*filter(None, path.split(".")), *error.path)
         place = "key" if error.path else "the configuration"
-        raise ConfigError(f"{place} {error}", asked_for_by=source or None, try_=error.hint) from error
+        written = (sources.get(dotted(error.path[:length])) for length in range(len(error.path), -1, -1))
+        source = next(filter(None, written), None)
+        raise ConfigError(f"{place} {error}", asked_for_by=source, try_=error.hint) from error
     return made

@@ -13,9 +13,9 @@ from specdec.contract import BIASES, SEED, SamplingSettings
 from specdec.errors import ConfigError, cut, did_you_mean
 
 
-def _source() -> Any:
-    """Where a table was written: "run.toml", "-s drafter.name=ngram", or "" for a program; no key of its table."""
-    return attrs.field(default="", eq=False, repr=False, metadata={"key": False})
+def _sources() -> Any:
+    """Where each key was written, by path: "run.toml", "-s drafter.name=ngram"; no key of a table."""
+    return attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
 
 def _model(value: str | os.PathLike[str]) -> str:
@@ -34,7 +34,7 @@ class Choice:
 
     name: str = attrs.field(validator=filled)
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    source: str = _source()
+    sources: Mapping[str, str] = _sources()
 
     @property
     def drafts_with_a_model(self) -> bool:
@@ -83,7 +83,7 @@ class TargetConfig:
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     # a folder, or "off"
     decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(filled))
-    source: str = _source()
+    sources: Mapping[str, str] = _sources()
 
 
 @attrs.frozen(kw_only=True, field_transformer=checked_fields)
@@ -138,7 +138,7 @@ class RunConfig:
                 raise ConfigError(
                     f"{table}.{option} is an option of a {kind}, but none is chosen: {table}.name is 'auto'."
                     f"{did_you_mean(option, ['name', *(['depth'] if table == 'depth' else [])])}",
-                    asked_for_by=choice.source or None,
+                    asked_for_by=choice.sources.get(f"{table}.{option}"),
                     try_=f'name the {kind} it is for, such as {table}.name = "{example}"',
                 )
         return self

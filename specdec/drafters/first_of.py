@@ -195,8 +195,8 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> dict[str, DrafterPart]:
     """
     chosen = []
     for index, choice in enumerate(config.drafters):  # check all names and options first: a model may take long to load
-        path = choice.source or f"drafter.drafters[{index}]"
-        part = DrafterPart.of(attrs.evolve(choice, source=""), path)
+        path = choice.sources.get("", f"drafter.drafters[{index}]")
+        part = DrafterPart.of(attrs.evolve(choice, sources={}), path)
         if isinstance(part.spec.needs, Needs):
             _check_needs(part, env, path)
         chosen.append((path, part))

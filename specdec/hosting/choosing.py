@@ -46,7 +46,7 @@ def chosen_drafter(given: str | Mapping[str, Any] | Choice | None = None) -> Cho
                 try_=f"{DRAFTER}='{{ name = \"suffix\", min_match = 2 }}'",
             ) from error
         table = {"name": value} if isinstance(value, str) else value
-        choice = structure_options(table, Choice, "drafter", DRAFTER)
+        choice = structure_options(table, Choice, "drafter", {"": DRAFTER})
     else:
         choice = load_config(file).drafter if file else Choice("auto")
     if choice.name == "auto":

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from specdec.config import Choice, RunConfig, TargetConfig
-from specdec.contract import Context, Draft, Drafter, ForwardOutput, ModelInfo, Needs, PrepareEnv, Stats, Verdict
+from specdec.contract import Context, Drafter, ForwardOutput, ModelInfo, Needs, PrepareEnv, Stats, Verdict
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hosting.choosing import chosen_pausing
 from specdec.hosting.engines import HostState, HostTarget
@@ -274,13 +274,7 @@ class HostedDrafter:
 
     def _propose(self, session: _Request, depth: int) -> list[int]:
         depth = max(min(depth, self.info.max_positions - len(session) - 1), 0)
-        draft = None
-        if depth:
-            draft = self._call(
-                session,
-                "propose",
-                lambda drafter: self._usable(drafter.propose(session.context, depth), depth, session.context),
-            )
+        draft = self._call(session, "propose", lambda drafter: self._usable(session, drafter, depth)) if depth else ()
         session.drafted_at, session.draft = len(session), draft or ()
         self.stats.cycles += 1
         self.stats.tokens += len(session.draft)
@@ -298,9 +292,10 @@ class HostedDrafter:
                 self._count_failure(session.failure)
         return None
 
-    def _usable(self, draft: Draft, depth: int, context: Context) -> tuple[int, ...]:
-        """The part of a draft that a host can verify."""
-        checked, fault = checked_draft(draft, depth, self.info.vocab_size, context)
+    def _usable(self, session: _Request, drafter: Drafter, depth: int) -> tuple[int, ...]:
+        """The part of the next draft that a host can verify."""
+        draft = drafter.propose(session.context, depth)
+        checked, fault = checked_draft(draft, depth, self.info.vocab_size, session.context)
         if fault and fault not in self.faults:
             log.warning("draft_cut", host=self.info.family, drafter=self.name, reason=fault)
         if fault:

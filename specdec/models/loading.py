@@ -108,7 +108,7 @@ def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> Lo
     checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
     tokenizer = Tokenizer.from_checkpoint(folder)
     tokenizer.check_fits(family.vocab_size)
-    backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.source)
+    backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.sources)
     notices = list(said)
     with calling((Kind.BACKEND, backend.name), "choose_dtype"):
         dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
@@ -274,7 +274,7 @@ def with_head(
     wanted = dry_run(spec, counted)
     try:
         if not wanted.head_prefixes:
-            raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head")
+            raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head", try_="no target.mtp")
         if asked is None and any(name.startswith(wanted.head_prefixes) for name in formats_of(checkpoint)):
             raise CheckpointError(f"{path} is not used: the weights hold an MTP head already", try_="target.mtp")
         joined = join_head(

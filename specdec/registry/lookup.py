@@ -198,7 +198,8 @@ class Registry:
 
     def chosen(self, kind: Kind, choice: Choice, table: str) -> tuple[Any, Any]:
         """The spec that ``choice`` names, and its options. Raises: as looking it up, and as ``options``."""
-        asked_by = f"{choice.source}, key {table}.name" if choice.source else f"{table}.name"
+        source, key = choice.sources.get(f"{table}.name"), f"{table}.name"
+        asked_by = f"{source}, key {key}" if source else key
         spec = self.find(kind, choice.name, asked_by)
         return spec, self.options(spec, choice, table)
 
@@ -208,7 +209,7 @@ class Registry:
         Raises: ConfigError for wrong options, PluginError when the class itself fails.
         """
         with calling(spec, "config"):
-            return structure_options(choice.options, spec.config, path, choice.source)
+            return structure_options(choice.options, spec.config, path, choice.sources)
 
     def unavailable(self, spec: BackendSpec) -> str | None:
         """Why the backend of this spec cannot run here, its failure to say so included; None if it can."""

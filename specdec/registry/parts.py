@@ -125,18 +125,19 @@ def checked_draft(draft: Draft, depth: int, vocab_size: int, context: Context) -
         tokens, fault = tokens[:outside], "draft token outside the vocabulary"
     if probs is None:
         return Draft(tokens, None, draft.drafter), fault
-    if len(probs) < len(tokens) or probs.shape[1:] != (vocab_size,):
+    shape = list(getattr(probs, "shape", ()))
+    if shape[1:] != [vocab_size] or shape[0] < len(tokens):
         raise ContractError(
-            f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
+            f"propose returned {len(tokens)} tokens with probs {f'of the shape {shape}' if shape else typed(probs)}",
             takes=f"probs of shape [K, {vocab_size}] and dtype float32, or None",
         )
     probs = probs[: len(tokens)]
     if tokens and context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0:
         drawn = probs[range(len(tokens)), tokens]
-        sums = probs.sum(axis=1, dtype="float64")
-        if not ((probs >= 0).all() and (abs(sums - 1) <= SUM_TOLERANCE).all() and (drawn > 0).all()):
+        fits = (probs >= 0).all(axis=1) & (abs(probs.sum(axis=1, dtype="float64") - 1) <= SUM_TOLERANCE) & (drawn > 0)
+        if not fits.all():
             raise ContractError(
-                "propose returned probs that its tokens cannot have been drawn from",
+                f"propose returned probs from whose row {fits.argmin()} its token cannot have been drawn",
                 takes="rows of probs that are not negative, sum to 1, and give every drafted token more than 0",
             )
     return Draft(tokens, probs, draft.drafter), fault

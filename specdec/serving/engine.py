@@ -197,7 +197,7 @@ class Engine:
         self._check_open()
         if len(self._turns) >= self._most_waiting + self._parallel:
             self._metrics.refused.inc()
-            raise self._overloaded(f"the queue is full: {self._most_waiting} requests wait", "queue_full")
+            raise self._overloaded(f"the queue is full, with {self._most_waiting} waiting", "queue_full")
         turn = Turn(self, streamed=streamed, cycles=cycles)
         self._turns.add(turn)
         return turn
@@ -322,6 +322,6 @@ class Engine:
             elapsed_s=round(ended - began, 6),
         )
         if turn.ended_by_server:
-            turn.send(Refusal(503, f"the server shut down after {len(result.tokens)} tokens of the answer"))
+            turn.send(Refusal(503, f"the server shut down after token {len(result.tokens)} of the answer"))
         else:
             turn.send(result)

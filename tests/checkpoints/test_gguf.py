@@ -489,6 +489,7 @@ def test_a_broken_file_is_refused_by_name_or_read(
         ({"version": 3 << 24}, "big-endian"),
         ({"tensors": 2**40}, "more than fit"),
         ({"metadata": 2**60}, "more than fit"),
+        ({"tensors": 0, "metadata": 0}, "lacks the key general.architecture"),
     ],
 )
 def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str, int], message: str) -> None:
@@ -513,6 +514,7 @@ def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str
         ("general.alignment", 4),
         ("tokenizer.ggml.eos_token_id", 10**6),
         ("tokenizer.ggml.eot_token_id", 277),
+        ("llama.embedding_length", 0),
         ("llama.attention.head_count", 0),
         ("llama.attention.head_count_kv", 3),
         ("llama.attention.key_length", 20),

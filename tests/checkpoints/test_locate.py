@@ -53,9 +53,11 @@ def test_what_is_no_file_is_named(tmp_path, name, kind):
     assert refusal(str(path)).message == f"{path} is {kind}, neither a folder nor a GGUF file"
 
 
-def test_a_file_is_not_a_folder(tmp_path):
+def test_a_file_is_not_a_folder(tmp_path, monkeypatch):
     file = folder_of(tmp_path / "m", "model.safetensors") / "model.safetensors"
     assert str(file.parent) in refusal(str(file)).facts["try"]
+    monkeypatch.chdir(file.parent)
+    assert refusal("model.safetensors/head").facts["exists up to"] == str(file)  # no hub id
 
 
 def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path):

@@ -108,7 +108,7 @@ def test_an_override_is_toml_or_a_bare_word(text, value):
     [
         (b"[target", "cannot be read as TOML"),
         (b"\xff\xfe", "is not UTF-8: byte 0xff at offset 0"),
-        (None, "No such file"),
+        (None, "there is no file"),
     ],
 )
 def test_a_file_that_is_no_toml_says_so(tmp_path, content, text):
@@ -177,7 +177,7 @@ def test_a_value_of_another_type_is_never_cast(field, value):
     if type(value) is KINDS[field]:
         return
     with pytest.raises(ConfigError) as raised:
-        structure_options({field: value}, Options, "drafter", "run.toml")
+        structure_options({field: value}, Options, "drafter", {f"drafter.{field}": "run.toml"})
     assert f"drafter.{field} takes" in raised.value.message
     assert raised.value.facts["asked for by"] == "run.toml"
 
@@ -237,7 +237,7 @@ def test_what_a_number_takes_keeps_its_value(value):
 )
 def test_the_error_of_an_option_has_its_path_and_the_nearest_name(options, told):
     with pytest.raises(ConfigError) as raised:
-        structure_options(options, Options, "drafter", "run.toml")
+        structure_options(options, Options, "drafter", {"": "run.toml"})
     assert told in raised.value.message
     with pytest.raises(ConfigError, match=r"key verifier\.x is unknown\. There are no options"):
         structure_options({"x": 1}, NoConfig, "verifier")

@@ -40,8 +40,12 @@ DISHONEST = {
 @pytest.mark.parametrize("name", DISHONEST)
 def test_probs_are_checked_where_a_ratio_test_reads_them(name):
     assert checked_draft(DISHONEST[name], 4, VOCAB, PLAIN)[1] == ""
-    with pytest.raises(ContractError, match="cannot have been drawn"):
-        checked_draft(DISHONEST[name], 4, VOCAB, RATIO)
+    second = Draft((3, *DISHONEST[name].tokens), np.concatenate([law(3)[None], DISHONEST[name].probs]))
+    for draft, row in ((DISHONEST[name], 0), (second, 1)):
+        with pytest.raises(ContractError, match=f"row {row} its token cannot have been drawn"):
+            checked_draft(draft, 4, VOCAB, RATIO)
+    with pytest.raises(ContractError, match=r"1 tokens with probs \[\[1\.0\]\] \(list\)"):
+        checked_draft(Draft((1,), [[1.0]]), 4, VOCAB, PLAIN)
 
 
 @given(st.integers(-2, 5), st.integers(-2, VOCAB + 1), st.integers(0, 4))

@@ -219,7 +219,8 @@ def test_a_full_queue_is_said_and_a_waiting_client_may_go(server):
             else:
                 wait_until(lambda: small.metric("specdec_requests_waiting") == 1)
         status, headers, answer = small.post(CHAT, ASK)
-        assert check_error(status, json.dumps(answer), {429})["code"] == "queue_full"
+        error = check_error(status, json.dumps(answer), {429})
+        assert (error["code"], error["message"]) == ("queue_full", "the queue is full, with 1 waiting")
         assert int(headers["retry-after"]) >= 1
         stack.close()  # both go
         wait_until(lambda: small.post(CHAT, ASK)[0] == 200)

@@ -40,7 +40,7 @@ def _signature(class_: type) -> str:
             attributes.append(f"    {ast.unparse(item.target)}: {ast.unparse(item.annotation)}\n".replace("'", '"'))
         elif isinstance(item, ast.FunctionDef) and (item.name in SPECIAL or not item.name.startswith("_")):
             if "property" in [ast.unparse(decorator) for decorator in item.decorator_list]:
-                attributes.append(f"    {item.name}: {ast.unparse(item.returns or ast.Constant(None))}\n")
+                attributes.append(f"    {item.name}: {ast.unparse(item.returns or ast.Constant(None))}  # a property\n")
             else:
                 header = "\n".join(lines[item.lineno - 1 : item.body[0].lineno - 1]).split("  # noqa")[0]
                 if len(header) > 116 and "\n" not in header:  # no room for the dots

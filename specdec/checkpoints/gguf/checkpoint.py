@@ -123,8 +123,9 @@ class _Reader:
         self.file = file
         name = file.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
+            other = f"is of the architecture {shown(name)}, which is not read from GGUF"
             raise CheckpointError(
-                f"{file.path.name} is of the architecture {shown(name)}, which is not read from GGUF",
+                f"{file.path.name} {'lacks the key general.architecture' if name is None else other}",
                 file=file.path,
                 read=", ".join(ARCHITECTURES),
                 try_="the safetensors checkpoint, if the family is one that `specdec plugins` lists",
@@ -183,7 +184,7 @@ class _Reader:
         width: int = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
         if self.architecture.partial and rotary is not None and 0 < rotary < width:
             config["partial_rotary_factor"] = rotary / width
-        elif rotary not in (None, width):
+        elif width and rotary not in (None, width):
             size = f"{self.prefix}.attention.{'key_length' if 'head_dim' in config else 'head_count'}"
             raise self._error(
                 f"rotates {rotary} ({self.prefix}.rope.dimension_count) of {width} values of a head ({size})"

@@ -300,6 +300,9 @@ def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path):
     with pytest.raises(SpecdecError, match="pickle pytorch_model.bin, which is never opened") as refused:
         specdec.inspect_checkpoint(tmp_path)
     assert "weights_only=True" in refused.value.facts["try"]
+    (tmp_path / "head.gguf").write_bytes(b"GGUF")
+    with pytest.raises(SpecdecError, match=r"Not a directory\n.*try: +a folder of safetensors"):
+        HeadFiles.open(str(tmp_path / "head.gguf"))
 
 
 @pytest.mark.parametrize(
