@@ -10,9 +10,8 @@ from specdec import sampling as production
 from specdec.backends.arrays import HostLogits
 from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
 from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
-from specdec.testing import Memory, TableModel
+from specdec.testing import Memory, TableModel, goodness_of_fit
 from specdec.testing.engine_run import ScriptedDrafter, run_engine
-from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
