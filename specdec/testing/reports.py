@@ -217,4 +217,5 @@ def _subject(plugin: Any, options: Mapping[str, Any] | None) -> AnySubject:
             f"check_plugin takes a name, a spec, a verifier or a target, got {type(plugin).__name__}",
             try_="parametrize_checks(drafter=...) or one of the Subject classes for a factory",
         )
-    return as_subject(kind, plugin, options and structure_options(options, plugin.config, kind.document))
+    config = None if options is None else structure_options(options, plugin.config, kind.document)
+    return as_subject(kind, plugin, config)
