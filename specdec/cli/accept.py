@@ -19,7 +19,7 @@ from specdec.config import Choice, Override, RunConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specdec.measuring import AcceptanceReport, ClassReport
+    from specdec.measuring.acceptance import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
 
 SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json has all

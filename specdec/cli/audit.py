@@ -103,8 +103,7 @@ def audit(
         raise click.UsageError("--tolerance: it is a distance from the best token, and these requests are sampled.")
 
     from specdec.decoding.parts import with_seed
-    from specdec.measuring.comparison import Comparison
-    from specdec.measuring.rounding import Verdict
+    from specdec.measuring.comparison import Comparison, Verdict
     from specdec.measuring.server import Request, ServerEngine
 
     prompts = _prompts(prompt, prompts_file, per_class)

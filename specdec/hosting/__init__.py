@@ -5,16 +5,11 @@ A host runs the target and decides what stays; a ``HostedDrafter`` gives it draf
 """
 
 from specdec.hosting.choosing import chosen_drafter, chosen_tokenizer
-from specdec.hosting.drafting import HostedDrafter, named_part
+from specdec.hosting.drafting import HostedDrafter, named_part, recorded_drafter, replay
 from specdec.hosting.engines import host_info, supported
-from specdec.hosting.replay import Difference, recorded_drafter, replay, replayed_cycles
-from specdec.hosting.sessions import HostSession, HostSessions
 from specdec.hosting.traces import Round, Trace, TracedRequest, TraceWriter, read_trace
 
 __all__ = [
-    "Difference",
-    "HostSession",
-    "HostSessions",
     "HostedDrafter",
     "Round",
     "Trace",
@@ -27,6 +22,5 @@ __all__ = [
     "read_trace",
     "recorded_drafter",
     "replay",
-    "replayed_cycles",
     "supported",
 ]

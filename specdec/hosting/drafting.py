@@ -18,9 +18,9 @@ from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import Context, Drafter, ForwardOutput, ModelInfo, Needs, PrepareEnv, Stats, Verdict
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hosting.choosing import chosen_pausing
-from specdec.hosting.engines import HostState, HostTarget
+from specdec.hosting.engines import HostState, HostTarget, host_info
 from specdec.hosting.sessions import HostSession, HostSessions
-from specdec.hosting.traces import TraceWriter
+from specdec.hosting.traces import Round, TracedRequest, TraceWriter
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.registry import checked_draft
@@ -130,7 +130,9 @@ class HostedDrafter:
     ) -> None:
         self.info = info
         self._target = HostTarget(info)
-        self._part = _prepared(choice, self._target, tokenizer)
+        env = PrepareEnv(target=self._target, tokenizer=tokenizer, load=_second_model)
+        self._part = named_part(choice, info).prepared(env)
+        _check(self._part, self._part.needs, info)
         self._part.make(self._target, HostState([], info.max_positions))  # one that cannot start is refused at once
         self._trace = trace
         self._sessions = HostSessions(sessions, self._new)
@@ -221,15 +223,13 @@ class HostedDrafter:
 
     def report(self) -> dict[str, Any]:
         """What was counted, as plain JSON data."""
+        counters = attrs.asdict(self.stats)
         return {
             "host": self.info.family,
             "drafter": self.name,
             "sessions": self._sessions.begun,
-            "drafts": self.stats.cycles,
-            "tokens": self.stats.tokens,
-            "offered": list(self.stats.offered),
-            "reached": list(self.stats.reached),
-            "accepted": list(self.stats.accepted),
+            "drafts": counters.pop("cycles"),
+            **counters,
             "faults": dict(self.faults),
             "failed": dict(self.failed),
             "pauses": self.pauses,
@@ -325,14 +325,9 @@ def named_part(choice: Choice, info: ModelInfo) -> DrafterPart:
     return part
 
 
-def _prepared(choice: Choice, target: HostTarget, tokenizer: Any) -> DrafterPart:
-    def load(asked: TargetConfig) -> tuple[Any, Any]:
-        loaded = load_target(RunConfig(target=asked))
-        return loaded.target, loaded.tokenizer
-
-    part = named_part(choice, target.info).prepared(PrepareEnv(target=target, tokenizer=tokenizer, load=load))
-    _check(part, part.needs, target.info)
-    return part
+def _second_model(asked: TargetConfig) -> tuple[Any, Any]:
+    loaded = load_target(RunConfig(target=asked))
+    return loaded.target, loaded.tokenizer
 
 
 def _check(part: DrafterPart, needs: Needs, info: ModelInfo) -> None:
@@ -342,3 +337,37 @@ def _check(part: DrafterPart, needs: Needs, info: ModelInfo) -> None:
             f"the drafter {part.spec.name!r} cannot run in {info.family}: it needs {unmet}",
             try_="a drafter that needs tokens only: suffix, ngram, draft_model, or first_of with them",
         )
+
+
+# --- recorded traffic -------------------------------------------------------------------------------------------------
+
+
+def recorded_drafter(choice: Choice | None, vocab_size: int, tokenizer: object = None) -> HostedDrafter:
+    """A drafter for recorded traffic.
+
+    Raises: UnsupportedError if it needs more than tokens, or ``choice`` is None because the trace names none; and as
+        ``HostedDrafter``.
+    """
+    if choice is None:
+        raise UnsupportedError("the trace names no drafter")
+    info = host_info("recorded traffic", vocab_size, 2**31 - 1)
+    return HostedDrafter(choice, info, tokenizer=tokenizer, sessions=1, pausing=False)
+
+
+def replay(request: TracedRequest, drafter: HostedDrafter | None = None) -> list[tuple[Round, tuple[int, ...]]]:
+    """Where the drafter drafts something else than was recorded, and what; empty if all drafts are the same.
+
+    Args:
+        drafter: the one that the trace names if None. It is asked as in the recording: at the same positions, for the
+            same depths.
+    """
+    drafter = recorded_drafter(request.drafter, request.vocab_size) if drafter is None else drafter
+    drafter.forget()
+    tokens = (*request.prompt, *request.tokens)
+    differing = []
+    for drafting in request.rounds:
+        if drafting.depth and drafting.position:
+            drafted = tuple(drafter.one(tokens[: drafting.position], drafting.depth))
+            if drafted != drafting.drafted:
+                differing.append((drafting, drafted))
+    return differing

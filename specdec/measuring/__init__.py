@@ -3,25 +3,16 @@
 Nothing here prints; ``specdec.cli`` shows the reports.
 """
 
-from specdec.measuring.acceptance import (
-    AcceptanceMeasurement,
-    AcceptanceReport,
-    ClassReport,
-    measure_acceptance,
-    summarise,
-)
+from specdec.measuring.acceptance import AcceptanceMeasurement, measure_acceptance
 from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
 from specdec.measuring.speed_model import Advice
 
 __all__ = [
     "AcceptanceMeasurement",
-    "AcceptanceReport",
     "Advice",
-    "ClassReport",
     "Prompt",
     "choose_prompts",
     "load_prompts",
     "measure_acceptance",
     "own_prompts",
-    "summarise",
 ]

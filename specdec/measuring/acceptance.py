@@ -13,18 +13,18 @@ import attrs
 import numpy as np
 
 from specdec.checking import checked
-from specdec.contract import Guarantee
+from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, Guarantee, Passes
 from specdec.decoding.cycle_timing import measure_costs
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, UnsupportedError, shown
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report
 from specdec.measuring.drafts import KindReport, Mismatch, by_kind, commonest
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
-from specdec.measuring.passive import passive as passive_lm
 from specdec.measuring.prompts import Prompt, PromptSet
 from specdec.measuring.runs import Measurement, Report, Run, at_depth, cycle_seconds
 from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, break_even
 from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
+from specdec.text.tokenizer import common_prefix
 
 if TYPE_CHECKING:
     from specdec.exchange import Float64
@@ -114,7 +114,7 @@ class AcceptanceMeasurement(Measurement):
         prompts: by class.
         depth: tokens drafted per cycle.
         ablations: switches of ``specdec.measuring.ablations`` to measure as well.
-        passive: draft at every plain step and verify nothing (``specdec.measuring.passive``).
+        passive: draft at every plain step and verify nothing.
         costs: the cost table; measured first if None.
         on_run: called with every finished run of the unablated drafter.
         **options: as for ``Measurement``.
@@ -220,6 +220,51 @@ class AcceptanceMeasurement(Measurement):
             yield "the checkpoint has no chat template: messages are continued as text"
         if report.guarantee not in (Guarantee.EXACT.value, Guarantee.DISTRIBUTION.value):
             yield f"the verifier is lossy ({report.guarantee}): it accepts tokens that plain decoding does not choose"
+
+
+def passive_lm(lm: LanguageModel) -> tuple[LanguageModel, Callable[[Run], Run]]:
+    """The pipeline with its drafter watched, and a function that adds the drafts to a run of it.
+
+    The drafter drafts at every plain step, and nothing is verified: the target runs one row per pass, so the output is
+    that of plain decoding even where a pass of several rows has other bits. Each draft is compared with the tokens that
+    were then generated.
+
+    Raises: UnsupportedError unless the verifier is exact: only then is an accepted token one that equals the output.
+    """
+    if lm.verifier.guarantee is not Guarantee.EXACT:
+        raise UnsupportedError(
+            f"a passive measurement counts drafts that equal the output, and the verifier {lm.config.verifier.name!r} "
+            "accepts others too",
+            try_='verifier.name = "strict", or an active measurement',
+        )
+    spec = lm.drafter.spec
+    drafts: dict[int, tuple[int, ...]] = {}  # of the last session: committed tokens before the draft -> draft
+
+    def factory(config: Any, env: Any) -> Drafter:
+        drafter = spec.factory(config, env)
+        drafting = drafter.drafting
+        drafts.clear()
+
+        def keep(context: Context, depth: int) -> Passes[Draft]:
+            draft = yield from drafting(context, depth)
+            drafts[len(context)] = tuple(draft.tokens[:depth])
+            return EMPTY_DRAFT
+
+        drafter.drafting = keep  # type: ignore[method-assign]
+        return drafter
+
+    def with_drafts(run: Run) -> Run:
+        tokens = (*run.prompt_tokens, *run.tokens)
+        cycles = []
+        for cycle in run.cycles:
+            following = tokens[cycle.position :]
+            drafted = drafts.get(cycle.position, ())[: len(following)]
+            accepted = common_prefix(drafted, following)
+            cycles.append(attrs.evolve(cycle, drafted=drafted, offered=len(drafted), accepted=accepted))
+        return attrs.evolve(run, cycles=tuple(cycles))
+
+    part = attrs.evolve(lm.drafter, spec=attrs.evolve(spec, factory=factory))
+    return attrs.evolve(lm, drafter=part), with_drafts
 
 
 @checked()

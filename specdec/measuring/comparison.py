@@ -6,11 +6,12 @@ same up to rounding. A control asks the plain server a second time, which shows 
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,15 +19,53 @@ import attrs
 
 from specdec.errors import SpecdecError, UnsupportedError, shown
 from specdec.measuring.prompts import Prompt
-from specdec.measuring.rounding import Rounding, Verdict
 from specdec.measuring.runs import Generations
-from specdec.measuring.server import TOP, Answer, Engine, Request, Step
+from specdec.measuring.server import TOP, Answer, Request, ServerEngine, Step
 
 END = "(end)"  # in place of a token, where an answer has ended
 SAMPLED = 1.0  # temperature of the requests that are sent beside greedy ones
 PARTIAL = "\ufffd"  # what servers write for bytes that are no whole character
 GAP_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last is open."""
+ROUNDING: Mapping[str, float] = {"float32": 1e-3, "float16": 2**-5, "bfloat16": 2**-2}
+"""Nats between two logits that rounding may exchange, by the format of the activations.
+
+For the 16-bit formats, two steps of a number from 16 to 32, where the best logits of a row usually are. For float32,
+what sums in another order differ by (1e-4 or less in the runs of ``docs/how-to/audit-another-engine.md``), with room.
+"""
+
+
+class Verdict(enum.Enum):
+    """What a difference is."""
+
+    TIE = "tie within rounding"
+    REAL = "other token with a real gap"
+    UNKNOWN = "cannot tell"
+
+
+@attrs.frozen
+class Rounding:
+    """Which gaps rounding explains.
+
+    Attributes:
+        tie: nats; up to here, rounding explains a gap.
+        real: nats, at least ``tie``; above, it does not. Between them nobody can tell.
+    """
+
+    tie: float
+    real: float
+
+    @classmethod
+    def of(cls, tolerance: float | None) -> Rounding:
+        """From nats that rounding explains; if they are not known, what any of ``ROUNDING`` allows."""
+        explained = ROUNDING.values() if tolerance is None else [tolerance]
+        return cls(min(explained), max(explained))
+
+    def verdict(self, gap: float) -> Verdict:
+        """The verdict on a token ``gap`` nats below the best one."""
+        if math.isnan(gap):
+            return Verdict.UNKNOWN
+        return Verdict.TIE if gap <= self.tie else Verdict.REAL if gap > self.real else Verdict.UNKNOWN
 
 
 @attrs.frozen(kw_only=True)
@@ -334,8 +373,8 @@ class Comparison(Generations):
         progress: called with the requests done and their total.
     """
 
-    _plain: Engine
-    _speculative: Engine
+    _plain: ServerEngine
+    _speculative: ServerEngine
     _prompts: Sequence[Prompt]
     _request: Request
     _tolerance: float | None = None
@@ -404,7 +443,7 @@ class Comparison(Generations):
         """The request for the tokens that are not in the text already."""
         return attrs.evolve(self._request, max_new_tokens=self._request.max_new_tokens - text.position)
 
-    def _together(self, engine: Engine, texts: Sequence[Text]) -> list[Answer]:
+    def _together(self, engine: ServerEngine, texts: Sequence[Text]) -> list[Answer]:
         if self._batch == 1:
             return [engine.answer(text.text, self._left(text)) for text in texts]
         temperature = SAMPLED if self._request.temperature == 0 else 0.0

@@ -6,7 +6,6 @@ import datetime
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import psutil
@@ -14,9 +13,6 @@ import torch
 
 from specdec._version import __version__
 from specdec.records import machine
-
-if TYPE_CHECKING:
-    from specdec.contract import ModelInfo
 
 LIBRARIES = ("torch", "numpy", "tokenizers")
 
@@ -56,9 +52,3 @@ class Environment:
     def busy(self) -> bool:
         """Whether any programs used more than half a core in the minute before this record was made."""
         return self.load_1min > 0.5
-
-
-def current_environment(info: ModelInfo, model: str = "") -> Environment:
-    """The current record, for a loaded target."""
-    names = ("family", "fingerprint", "backend", "device", "dtype", "kernels")
-    return Environment(model=model, parity=info.parity.value, **{name: getattr(info, name) for name in names})

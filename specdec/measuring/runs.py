@@ -14,7 +14,7 @@ from specdec.config import Choice
 from specdec.contract import CycleRecord, Guarantee, Parity, Stats
 from specdec.decoding.parts import override_generation, with_seed
 from specdec.errors import UnsupportedError
-from specdec.measuring.environment import Environment, current_environment
+from specdec.measuring.environment import Environment
 from specdec.measuring.prompts import Prompt
 from specdec.pipeline import LanguageModel
 from specdec.registry.parts import DepthPart, DrafterPart
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.decoding.stream import Stream
+
+FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels")  # of the target, in a report
 
 
 def cycle_seconds(cycle: CycleRecord) -> float:
@@ -166,7 +168,9 @@ class Measurement(Generations):
         self._lm = lm
         self._generation = with_seed(override_generation(lm.config.generation, settings))
         self._settings = {**settings, "seed": self._generation.seed}
-        self._environment = current_environment(lm.info, model)  # before the measurement adds its own load
+        facts = {name: getattr(lm.info, name) for name in FACTS}
+        # before the measurement adds its own load
+        self._environment = Environment(model=model, parity=lm.info.parity.value, **facts)
         self._progress = progress or (lambda done, planned: None)
         self._planned = self._done = 0
 

@@ -11,7 +11,7 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
@@ -72,23 +72,6 @@ class Answer:
         return "".join(str(step.token) for step in self.steps) == self.text
 
 
-class Engine(Protocol):
-    """Anything that continues a text.
-
-    Attributes:
-        name: what it is, for reports.
-    """
-
-    name: str
-
-    def answer(self, prompt: str, request: Request) -> Answer:
-        """Continue ``prompt``, with the ``TOP`` best log-probabilities of every token.
-
-        Log-probabilities are the model's at temperature 1, before filters. Raises: SpecdecError.
-        """
-        ...
-
-
 # --- the client ------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +90,9 @@ class ServerEngine:
         model: its name in requests; the server's only one if None.
         api_key: sent with requests; None for none.
         timeout: seconds that the server may send nothing.
+
+    Attributes:
+        name: what it is, for reports.
 
     Raises: ConfigError for an invalid URL, or a model that is not served; UnsupportedError if the server cannot be
         reached, or does not speak the protocol.
@@ -128,7 +114,11 @@ class ServerEngine:
         self.name = f"{self._model} at {self._url}"
 
     def answer(self, prompt: str, request: Request) -> Answer:
-        """See ``Engine``. Raises: UnsupportedError for whatever is not an answer with log-probabilities."""
+        """Continue ``prompt``, with the ``TOP`` best log-probabilities of every token.
+
+        They are the model's at temperature 1, before filters.
+        Raises: UnsupportedError for whatever is not an answer with log-probabilities.
+        """
         body = {
             "model": self._model,
             "prompt": prompt,

@@ -15,8 +15,9 @@ from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import Stats
 from specdec.errors import PromptError
-from specdec.hosting import HostedDrafter, read_trace, recorded_drafter, replayed_cycles
+from specdec.hosting import HostedDrafter, read_trace, recorded_drafter
 from specdec.measuring.runs import Generations
+from specdec.text.tokenizer import common_prefix
 
 
 class TrafficReplay(Generations):
@@ -72,9 +73,15 @@ class TrafficReplay(Generations):
                 break
             drafter = self._drafters[request.vocab_size]
             before = sum(drafter.failed.values())
-            for offered, accepted in replayed_cycles(drafter, request.prompt, request.tokens, self._depth):
+            drafter.forget()
+            history, left = list(request.prompt), list(request.tokens)
+            while left:
+                draft = drafter.one(history, min(self._depth, len(left) - 1))
+                accepted = common_prefix(draft, left)
+                history += left[: accepted + 1]
+                del left[: accepted + 1]
                 stats.cycles += 1
-                stats.count(offered, accepted)
+                stats.count(len(draft), accepted)
             tokens += len(request.tokens)
             failed += bool(drafter.off) or sum(drafter.failed.values()) > before
             reason = reason or next(iter(drafter.failed), "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specdec.decoding.result import Result
@@ -18,37 +20,31 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(name, what, labels, namespace="specdec", registry=self._registry)
-
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(name, what, namespace="specdec", registry=self._registry)
-
-        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(name, what, buckets=buckets, namespace="specdec", registry=self._registry)
-
-        self.responses = counter("responses", "HTTP responses", "route", "status")
-        self.refused = counter("queue_full", "Requests refused because the queue was full")
-        self.waiting = gauge("requests_waiting", "Requests in the queue, the running ones excluded")
-        self._prompt = counter("prompt_tokens", "Prompt tokens, computed or kept from an earlier request", "source")
-        self._tokens = counter("generated_tokens", "Tokens generated")
-        self._cycles = counter("cycles", "Cycles: one draft, one verification pass, one commit")
+        where: Any = {"namespace": "specdec", "registry": self._registry}
+        timed: Any = {"buckets": _SECONDS, **where}
+        self.responses = Counter("responses", "HTTP responses", ("route", "status"), **where)
+        self.refused = Counter("queue_full", "Requests refused because the queue was full", **where)
+        self.waiting = Gauge("requests_waiting", "Requests in the queue, the running ones excluded", **where)
+        self._prompt = Counter(
+            "prompt_tokens", "Prompt tokens, computed or kept from an earlier request", ("source",), **where
+        )
+        self._tokens = Counter("generated_tokens", "Tokens generated", **where)
+        self._cycles = Counter("cycles", "Cycles: one draft, one verification pass, one commit", **where)
         drafts = {"offered": "drafted", "reached": "all earlier ones of the draft accepted", "accepted": "accepted"}
         self._drafts = {
-            name: counter(f"draft_{name}", f"Draft tokens by lookahead position: {what}", "position")
+            name: Counter(f"draft_{name}", f"Draft tokens by lookahead position: {what}", ("position",), **where)
             for name, what in drafts.items()
         }
-        self._per_cycle = histogram("tokens_per_cycle", "Tokens per cycle, of a request", _TOKENS)
-        self._queued = histogram("queue_seconds", "Time in the queue")
-        self._first = histogram("first_token_seconds", "Time from the request to its first text")
-        self._took = histogram("request_seconds", "Time from the request to the end of its answer")
-        self._per_token = histogram("token_seconds", "Time per token after the prompt", _TOKEN_SECONDS)
-        self._sessions = gauge("sessions_kept", "Sessions of earlier requests that are kept")
-        self._bytes = gauge("sessions_bytes", "Bytes of the kept sessions' states")
-        self._batch = histogram("batch_requests", "Requests in a pass", _REQUESTS)
-        self._rows = histogram("pass_rows", "Rows of a pass, over all requests", _ROWS)
-        self._reasons = counter("finished", "Finished generations", "reason")
+        self._per_cycle = Histogram("tokens_per_cycle", "Tokens per cycle, of a request", buckets=_TOKENS, **where)
+        self._queued = Histogram("queue_seconds", "Time in the queue", **timed)
+        self._first = Histogram("first_token_seconds", "Time from the request to its first text", **timed)
+        self._took = Histogram("request_seconds", "Time from the request to the end of its answer", **timed)
+        self._per_token = Histogram("token_seconds", "Time per token after the prompt", buckets=_TOKEN_SECONDS, **where)
+        self._sessions = Gauge("sessions_kept", "Sessions of earlier requests that are kept", **where)
+        self._bytes = Gauge("sessions_bytes", "Bytes of the kept sessions' states", **where)
+        self._batch = Histogram("batch_requests", "Requests in a pass", buckets=_REQUESTS, **where)
+        self._rows = Histogram("pass_rows", "Rows of a pass, over all requests", buckets=_ROWS, **where)
+        self._reasons = Counter("finished", "Finished generations", ("reason",), **where)
 
     def generated(self, result: Result, *, queued: float, first: float, took: float) -> None:
         """Count a generation; times in seconds."""

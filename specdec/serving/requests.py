@@ -267,6 +267,7 @@ class Conversation(Body):
 
     messages: Annotated[_List[Message], Field(min_length=1)]
     tools: Annotated[_List[Tool], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -287,13 +288,12 @@ class Conversation(Body):
 
     def offered(self) -> Sequence[Tool]:
         """The tools that the prompt shows."""
-        return self.tools
+        return [] if self.tool_choice == "none" else self.tools
 
 
 class ChatRequest(Conversation, Request):
     """The body of ``/v1/chat/completions``."""
 
-    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: _Top | None = None
@@ -313,9 +313,6 @@ class ChatRequest(Conversation, Request):
     @property
     def tool_names(self) -> list[str]:
         return [tool.function.name for tool in self.offered()]
-
-    def offered(self) -> Sequence[Tool]:
-        return [] if self.tool_choice == "none" else self.tools
 
     def grammar(self, prompt: str) -> list[Choice] | None:
         choice = self.tool_choice

@@ -20,8 +20,7 @@ def keeps_texts(lm: Parts) -> bool:
 @attrs.frozen
 class _Kept:
     session: Session
-    tokens: tuple[int, ...]
-    prompt: int  # how many of them were its last prompt
+    prompt: int  # how many of its tokens were its last prompt
     size: int  # bytes
 
 
@@ -51,7 +50,7 @@ class Sessions:
         """
         best, shared = None, 0
         for kept in self._kept:
-            common = common_prefix(kept.tokens, prompt)
+            common = common_prefix(kept.session.tokens, prompt)
             if common > shared and 2 * common >= kept.prompt:
                 best, shared = kept, common
         if best is None:
@@ -69,7 +68,7 @@ class Sessions:
             return
         while self._kept and (self.size + size > self._most_bytes or len(self._kept) >= MOST_SESSIONS):
             self._drop(self._kept[0])
-        self._kept.append(_Kept(session, session.tokens, prompt, size))
+        self._kept.append(_Kept(session, prompt, size))
         self.size += size
 
     def _drop(self, kept: _Kept) -> None:

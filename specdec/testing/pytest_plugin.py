@@ -1,11 +1,10 @@
-"""The pytest plugin: ``parametrize_checks``, an option, and a header line.
+"""The pytest plugin: ``parametrize_checks`` and an option.
 
 Registered by the entry point ``specdec`` in the group ``pytest11``. Imports nothing of the kit unless it is used.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,15 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     _seed = config.getoption("--specdec-seed")
 
 
-def pytest_report_collectionfinish() -> str | list[str]:
-    """One line with the contract and the seed; nothing if the kit is not in use."""
-    if "specdec.testing.checks" not in sys.modules:
-        return []
-    from specdec.testing.checks import CONTRACT
-
-    return f"specdec: contract {CONTRACT}, seed {_seed}"
-
-
 def parametrize_checks(
     *,
     drafter: Any = None,
@@ -52,7 +42,6 @@ def parametrize_checks(
     observer: Any = None,
     model_family: Any = None,
     known_failures: Mapping[str, str] | None = None,
-    seed: int | None = None,
     effort: EffortName = "quick",
 ) -> Callable[[T], T]:
     """Decorate a test ``def test_contract(check): check()``, which pytest runs once for each check.
@@ -62,7 +51,6 @@ def parametrize_checks(
         observer: an object with the hook ``specdec_cycle``, or a factory of one.
         model_family: a ModelSpec.
         known_failures: ``{id: reason}``. A listed check that passes is a failure.
-        seed: seed of all drawn cases; None takes pytest's ``--specdec-seed`` (default 0).
         effort: "sample", "quick" or "full": all checks together take at most 5, 30 or 600 seconds of one core.
     Raises: ConfigError for a known failure whose id no check here has.
     """
@@ -84,9 +72,8 @@ def parametrize_checks(
         return as_subject(subject, chosen[subject])
 
     def run(check: Check) -> None:
-        drawn = _seed if seed is None else seed
-        replay = f"pytest -k {check.id} --specdec-seed {drawn}"
-        outcome = run_check(check, under_test(check.subject), seed=drawn, effort=effort, replay=replay)
+        replay = f"pytest -k {check.id} --specdec-seed {_seed}"
+        outcome = run_check(check, under_test(check.subject), seed=_seed, effort=effort, replay=replay)
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.status is Status.NOT_APPLICABLE:

@@ -3,17 +3,16 @@ whether tokens follow distributions that differ from one to the next."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from specdec.contract import Sampling
 from specdec.testing.checks import expect
-from specdec.testing.numerics import goodness_of_fit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,16 +75,35 @@ def reference_distribution(
     return distribution
 
 
-def joint_distribution(next_token: Callable[[list[int]], Float64], length: int, vocab: int) -> Float64:
-    """The distribution of the next ``length`` tokens, ``[vocab ** length]``, first token most significant.
+MERGE_BELOW = 5.0  # merge cells with smaller expected counts: chi-square is unreliable there
 
-    Args:
-        next_token: the distribution ``[vocab]`` after the given new tokens.
+
+def goodness_of_fit(
+    counts: Sequence[int] | NDArray[np.int64], probabilities: Sequence[float] | NDArray[np.float64]
+) -> float:
+    """The p-value of Pearson's chi-square of counts against the probabilities of the same cells.
+
+    Cells expected fewer than ``MERGE_BELOW`` times are merged, smallest first, until no such cell is left. The p-value
+    is 0 if a cell of probability 0 was hit.
     """
-    joint = np.zeros((vocab,) * length)
-    for outcome in itertools.product(range(vocab), repeat=length):
-        joint[outcome] = math.prod(next_token(list(outcome[:i]))[token] for i, token in enumerate(outcome))
-    return joint.ravel()
+    observed, expected = np.asarray(counts, np.float64).ravel(), np.asarray(probabilities, np.float64).ravel()
+    possible = expected > 0
+    if (observed[~possible] > 0).any():
+        return 0.0
+    order = np.argsort(expected[possible], kind="stable")
+    observed, expected = observed[possible][order], expected[possible][order]
+    expected = expected / expected.sum() * observed.sum()
+    low = int(np.searchsorted(expected, MERGE_BELOW))
+    if 0 < low < len(expected) and expected[:low].sum() < MERGE_BELOW:
+        low += 1  # the merged cell absorbs the smallest of the others
+    if low:
+        observed = np.append(observed[:low].sum(), observed[low:])
+        expected = np.append(expected[:low].sum(), expected[low:])
+    if len(expected) < 2:
+        return 1.0
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    halves = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves))  # the tail of chi-square: Abramowitz and Stegun 1964, 26.4.19
 
 
 TAIL = np.array([0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2])

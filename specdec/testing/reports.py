@@ -111,8 +111,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 yield
     finally:
         logging.disable(before)
@@ -167,7 +166,6 @@ class Report:
 def check_plugin(
     plugin: str | Any,
     *,
-    config: Any = None,
     options: Mapping[str, Any] | None = None,
     seed: Seed = 0,
     effort: EffortName = "quick",
@@ -180,8 +178,7 @@ def check_plugin(
     Args:
         plugin: a registered name (checked as every kind it is registered as), a spec, a verifier, a target, a logits
             processor, an observer or one of the Subject classes.
-        config: the plugin's own config object; None takes its defaults.
-        options: the same as plain data, structured into the plugin's config class.
+        options: of the plugin's config class, as plain data; None takes its defaults.
         effort: "sample", "quick" or "full": at most 5, 30 or 600 s of one core.
         only: the ids of the checks to run; None runs all.
         replay: the command that runs a check again, without its id.
@@ -192,10 +189,10 @@ def check_plugin(
     notes: Sequence[str] = ()
     if isinstance(plugin, str):
         name = plugin
-        given, notes = registered_subjects(plugin, config, options)
+        given, notes = registered_subjects(plugin, options)
         replay = replay or f"specdec check {name} --seed {seed} --effort {effort}"
     else:
-        name, given = str(getattr(plugin, "name", type(plugin).__name__)), [_subject(plugin, config, options)]
+        name, given = str(getattr(plugin, "name", type(plugin).__name__)), [_subject(plugin, options)]
     wanted = None if only is None else set(only)
     expect_ids(wanted or (), [one.kind for one in given])
     checks = [check for check in iter_checks() if wanted is None or check.id in wanted]
@@ -213,13 +210,12 @@ def check_plugin(
     return Report(name, seed, tuple(outcomes), tuple(notes))
 
 
-def _subject(plugin: Any, config: Any, options: Mapping[str, Any] | None) -> AnySubject:
+def _subject(plugin: Any, options: Mapping[str, Any] | None) -> AnySubject:
     kind = subject_of(plugin)
     if kind is None:
         raise ConfigError(
             f"check_plugin takes a name, a spec, a verifier or a target, got {type(plugin).__name__}",
             try_="parametrize_checks(drafter=...) or one of the Subject classes for a factory",
         )
-    if options is not None:
-        config = structure_options(options, plugin.config, kind.document)
+    config = None if options is None else structure_options(options, plugin.config, kind.document)
     return as_subject(kind, plugin, config)

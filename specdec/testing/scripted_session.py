@@ -50,9 +50,8 @@ def target_for(subject: PluginSubject, memory: Memory = Memory.ATTENTION, *, voc
 
 def drafts_equal(first: Draft, second: Draft) -> bool:
     """The same tokens, the same distributions to the bit."""
-    if tuple(first.tokens) != tuple(second.tokens) or (first.probs is None) != (second.probs is None):
-        return False
-    return first.probs is None or second.probs is None or bool(np.array_equal(first.probs, second.probs))
+    probs: Any = first.probs, second.probs
+    return tuple(first.tokens) == tuple(second.tokens) and bool(np.array_equal(*probs))  # also of None
 
 
 @attrs.define(kw_only=True)
@@ -213,10 +212,3 @@ class ScriptedSession:
                 plain = type(name) is str and type(value) in (int, str)
                 self.faults.note("D17", plain, "metadata is no plain int or str", got=f"{name} = {value!r}")
         return copied, saved
-
-    def fresh(self) -> ScriptedSession:
-        """Another drafter and state that saw the same tokens in one chunk."""
-        other = self.another()
-        other.cycles = self.cycles
-        other.feed(self.tokens)
-        return other

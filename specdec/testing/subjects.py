@@ -6,7 +6,7 @@ import enum
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import attrs
@@ -30,8 +30,8 @@ from specdec.errors import ConfigError, SpecdecError, UnknownNameError, Unsuppor
 from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
 from specdec.registry import Entry, calling, registry
-from specdec.testing.second_model import prepare_env
-from specdec.testing.table_model import TableModel
+from specdec.registry.parts import DrafterPart
+from specdec.testing.table_model import TableModel, second_model
 
 
 class Subject(enum.Enum):
@@ -109,6 +109,9 @@ _TYPES: Mapping[Subject, tuple[type, ...]] = {
 OBSERVES = "specdec_cycle"  # the hook of an observer
 EXAMPLE = "example"
 """A class of options may have these: ``specdec check`` uses them if none are given."""
+TABLE = "table"
+"""The name by which options ask for a second model of the kit."""
+_BYTES = 257  # ids that the kit's tokenizer has
 
 
 def subject_of(plugin: Any) -> Subject | None:
@@ -142,14 +145,11 @@ def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
 def _from_spec(subject: Subject, spec: Any, options: Any) -> PluginSubject:
     make, prepare = partial(spec.factory, options), getattr(spec, "prepare", None)
     if isinstance(spec, DrafterSpec):
-
-        def prepared(target: ForwardPass) -> Any:
-            return None if prepare is None else prepare(options, prepare_env(target))
-
-        needs = spec.needs
-        if not isinstance(needs, Needs):
-            needs = needs(options, prepared(TableModel.random(mtp=True)))
-        return DrafterSubject(make=make, needs=needs, prepare=prepared)
+        part = DrafterPart(spec=spec, config=options)
+        known = part if isinstance(spec.needs, Needs) else part.prepared(prepare_env(TableModel.random(mtp=True)))
+        return DrafterSubject(
+            make=make, needs=known.needs, prepare=lambda target: part.prepared(prepare_env(target)).shared
+        )
     if prepare is None:
         return PluginSubject(kind=subject, make=make)
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
@@ -166,14 +166,44 @@ def _from_drafter_factory(factory: Any) -> PluginSubject:
     return DrafterSubject(make=make, needs=getattr(factory, "needs", NO_NEEDS))
 
 
+def prepare_env(target: ForwardPass) -> PrepareEnv:
+    """What a drafter's ``prepare`` gets in the kit: a tokenizer, and ``load`` for a model named ``table``."""
+    tokenizer = byte_tokenizer(min(target.info.vocab_size, _BYTES))
+
+    def load(asked: TargetConfig) -> tuple[ForwardPass, Any]:
+        if asked.model != TABLE:
+            raise UnsupportedError(
+                f"the conformance kit loads no checkpoints; a drafter asks for {asked.model!r}",
+                try_=f'model = "{TABLE}", a small model of the kit',
+            )
+        return second_model(target.info.vocab_size), tokenizer
+
+    return PrepareEnv(target=target, tokenizer=tokenizer, load=load)
+
+
+@cache
+def byte_tokenizer(vocab: int) -> Any:
+    """A tokenizer of ``vocab`` tokens: bytes, and an end token."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    from specdec.text import Tokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: max(vocab - 1, 1)]
+    core = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    if vocab > 1:
+        core.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return Tokenizer(core)
+
+
 # --- registered names ------------------------------------------------------------------------------------------------
 
 _DTYPES = ("float32", "bfloat16")
 
 
-def registered_subjects(
-    name: str, config: Any = None, options: Mapping[str, Any] | None = None
-) -> tuple[list[AnySubject], list[str]]:
+def registered_subjects(name: str, options: Mapping[str, Any] | None = None) -> tuple[list[AnySubject], list[str]]:
     """Everything registered as ``name`` (or by the distribution of that name), and notes about what cannot be checked.
 
     Raises: UnknownNameError if there is none; UnsupportedError if nothing about it can be checked; PluginError if its
@@ -198,14 +228,14 @@ def registered_subjects(
             f"nothing is registered as {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
         )
     notes: list[str] = []
-    subjects = [one for entry in found for one in _of_entry(entry, config, options, notes)]
+    subjects = [one for entry in found for one in _of_entry(entry, options, notes)]
     subjects += [as_subject(Subject.OBSERVER, plugin.plugin) for plugin in observers]
     if not subjects:
         raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes
 
 
-def _of_entry(entry: Entry, config: Any, options: Mapping[str, Any] | None, notes: list[str]) -> Iterator[AnySubject]:
+def _of_entry(entry: Entry, options: Mapping[str, Any] | None, notes: list[str]) -> Iterator[AnySubject]:
     spec: Any = entry.spec
     label, where = f"{entry.kind.value} {spec.name}", f"check.{spec.name}"
     if isinstance(spec, ModelSpec):
@@ -218,12 +248,11 @@ def _of_entry(entry: Entry, config: Any, options: Mapping[str, Any] | None, note
             raise ConfigError(f"the checkpoint's family is {loaded.target.info.family!r}, not {spec.name!r}")
         yield as_subject(Subject.FORWARD_PASS, loaded.target)
         return
-    if config is None:
-        example = dict(getattr(spec.config, EXAMPLE, {}))
-        if example and not options:
-            shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in example.items())
-            notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
-        config = structure_options(options or example, spec.config, where)
+    example = dict(getattr(spec.config, EXAMPLE, {}))
+    if example and not options:
+        shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in example.items())
+        notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
+    config = structure_options(options or example, spec.config, where)
     if (kind := subject_of(spec)) is not None:
         yield as_subject(kind, spec, config)
     elif (unavailable := registry().unavailable(spec)) is not None:

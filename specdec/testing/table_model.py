@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 MARKS = 4  # points that a recurrent state can go back to
 MAX_ROWS = 16
+MTP_TILT = 0.5  # ``tilt`` of the MTP head, by the pairs in its cache
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -121,7 +122,6 @@ class TableModel(ForwardPass):
         tilt: nats by which a pseudo-random function of *all* earlier tokens moves each logit, so that a lost or doubled
             token shows.
         mtp_table: the same for an MTP head, by the last tokens including the pair's; None: no head.
-        mtp_tilt: the same for the pairs in the head's cache.
         layers: how many it says it has; it gives hidden states at boundaries 0 to this, and none if this is 0.
     """
 
@@ -132,7 +132,6 @@ class TableModel(ForwardPass):
         memory: Memory = Memory.ATTENTION,
         tilt: float = 0.0,
         mtp_table: Float64 | None = None,
-        mtp_tilt: float = 0.0,
         layers: int = 1,
         max_positions: int = 4096,
         max_rows: int = MAX_ROWS,
@@ -143,7 +142,7 @@ class TableModel(ForwardPass):
         with np.errstate(divide="ignore"):
             self._logits = np.log(table)
             self._mtp_logits = None if mtp_table is None else np.log(mtp_table)
-        self.memory, self.tilt, self.mtp_tilt = memory, tilt, mtp_tilt
+        self.memory, self.tilt = memory, tilt
         self.start = _Point((0,) * self.order, 0)
         self._ids = np.arange(1, self.vocab + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self.info = ModelInfo(
@@ -184,7 +183,7 @@ class TableModel(ForwardPass):
         shape = (vocab,) * order
         table = rng.dirichlet(np.full(vocab, peak), shape)
         head = 0.8 * table + 0.2 * rng.dirichlet(np.full(vocab, 0.5), shape) if mtp else None
-        return cls(table, memory=memory, tilt=tilt, mtp_table=head, mtp_tilt=0.5 if mtp else 0.0, **options)
+        return cls(table, memory=memory, tilt=tilt, mtp_table=head, **options)
 
     # --- the distribution ------------------------------------------------------------------------------------------
 
@@ -312,7 +311,7 @@ class TableModel(ForwardPass):
         if self._mtp_logits is None:
             raise no_mtp_head(self.info)
         state, points = self._mtp(state, tokens, hidden, provisional=provisional)
-        logits = self._mtp_logits[points[-1].tail] + self.mtp_tilt * self._noise(state.mtp[-1:])[0]
+        logits = self._mtp_logits[points[-1].tail] + MTP_TILT * self._noise(state.mtp[-1:])[0]
         if head is not None:
             left_out = np.ones(self.vocab, dtype=bool)
             left_out[list(head.tokens)] = False
@@ -389,8 +388,6 @@ class TableModel(ForwardPass):
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TableState:
         state = self.new_state(snapshot.capacity, needs)
         state.points = [_Point(tuple(tail), last) for *tail, last in np.asarray(snapshot.arrays["points"]).tolist()]
-        if state.length != snapshot.length:
-            raise StateError(f"a state of {snapshot.length} tokens, saved with {state.length}")
         if state.pairs is not None and "mtp" in snapshot.arrays:
             state.mtp = np.asarray(snapshot.arrays["mtp"]).tolist()
             state.pairs.fed = len(state.mtp)
@@ -402,6 +399,11 @@ class TableModel(ForwardPass):
         if not isinstance(state, TableState) or state.model is not self:
             raise StateError(f"a state of another model: {type(state).__name__}")
         return state
+
+
+def second_model(vocab: int) -> TableModel:
+    """A draft model that is often right about a ``TableModel``, whose state goes back to few points."""
+    return TableModel.random(vocab, seed=3, tilt=0.5, memory=Memory.RECURRENT, peak=0.4)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

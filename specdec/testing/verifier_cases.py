@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 VOCAB = 5
 
 
+@attrs.frozen
 class Alternates(LogitsProcessor):
     """Forbids every third id, which ones by the length of the row's own history; the last id is always allowed."""
 
@@ -30,9 +31,6 @@ class Alternates(LogitsProcessor):
         masked = logits.copy()
         masked[:-1][(np.arange(len(logits) - 1) + len(history)) % 3 == 0] = -np.inf
         return masked
-
-    def __repr__(self) -> str:
-        return "Alternates()"
 
 
 @attrs.frozen
@@ -202,7 +200,7 @@ _DRAFTS = ("drawn", "drawn", "drawn", "drawn from a part of the vocabulary", "be
 
 @cache
 def _law(name: str, settings: str, last: int, before: frozenset[int]) -> NDArray[np.float64]:
-    """The target's distribution after ``last``, where these tokens were generated."""
+    """The target's distribution after ``last``, where these tokens came ``before``; the prompt is a 0."""
     return reference_distribution(np.log(_PAIRS[name][0][last]).tolist(), [0, *before], _SETTINGS[settings], 1)
 
 
@@ -222,11 +220,6 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Place
         nowhere, some = rng.random() < 1 / 4, int(rng.integers(depth + 1))
         sampling = attrs.evolve(_SETTINGS[settings], seed=(seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)
         context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
-
-        def law(tokens: list[int], name: str = name, settings: str = settings) -> NDArray[np.float64]:
-            """The distribution of the token after these."""
-            return _law(name, settings, tokens[-1], frozenset(tokens[1:]))
-
         tokens, probs = [0], []
         for row in range(depth):
             logits = np.log((draft if nowhere or row == other else target)[tokens[-1]]).astype(np.float32)
@@ -246,10 +239,10 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Place
         taken = True
         tokens = [*tokens[: verdict.accepted + 1], int(verdict.next_token)]
         while len(tokens) < depth + 2:  # the rest comes from the target
-            tokens.append(draw(law(tokens), rng.random()))
+            tokens.append(draw(_law(name, settings, tokens[-1], frozenset(tokens[1:])), rng.random()))
         for row in {other, depth, 0, some}:
             before, token = tokens[: row + 1], tokens[row + 1]
-            expected = law(before)
+            expected = _law(name, settings, before[-1], frozenset(before[1:]))
             excess = np.log(np.maximum(draft[before[-1]], 1e-3) / np.maximum(expected, 1e-3))
             groups = [f"{name}, every position", f"{name}, position {row}", f"{kind}, {settings}", f"{nowhere = }"]
             if row == other:

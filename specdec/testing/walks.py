@@ -157,7 +157,10 @@ class Walk:
             same = min(int(2 ** rng.uniform(0, 3)), here - back)
             session.feed([*rng.integers(0, VOCAB, here - back - same).tolist(), *tokens[here - same :]])
             session.cycles = here - 1 + self.cycle
-        expected, got = session.fresh().propose(depth), session.propose(depth)
+        fresh = session.another()
+        fresh.cycles = session.cycles
+        fresh.feed(session.tokens)
+        expected, got = fresh.propose(depth), session.propose(depth)
         what = "after a rewind and other tokens, the draft is not that of a fresh drafter"
         same_draft = drafts_equal(got, expected)
         self.faults.note("D7", same_draft, what, got=got, expected=expected, tokens=session.tokens)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.hosting import HostSession, HostSessions
+from specdec.hosting.sessions import HostSession, HostSessions
 from tests.hosting.simulated import random_requests, serve
 from tests.selection import examples
 

@@ -138,5 +138,5 @@ def test_a_replay_finds_a_draft_that_is_not_the_engines(tmp_path):
         writer.draft(number, position, 2, draft)
         writer.commit(number, committed)
     (request,) = read_trace(tmp_path / "t").requests
-    (difference,) = replay(request)
-    assert (difference.position, difference.recorded, difference.drafted) == (8, (3, 9), (3, 1))
+    ((recorded, drafted),) = replay(request)
+    assert (recorded.position, recorded.drafted, drafted) == (8, (3, 9), (3, 1))

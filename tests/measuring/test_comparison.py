@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.measuring.comparison import END, Comparison
+from specdec.measuring.comparison import END, ROUNDING, Comparison, Verdict
 from specdec.measuring.prompts import Prompt
-from specdec.measuring.rounding import ROUNDING, Verdict
 from specdec.measuring.server import Answer, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import WORDS, Toy, bfloat16, completion, json_reply, stub, toy_reply
 from tests.processes import HUNG

@@ -6,7 +6,7 @@ import pytest
 from specdec.config import Choice
 from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
-from specdec.measuring.passive import passive
+from specdec.measuring.acceptance import passive_lm
 from specdec.measuring.runs import at_depth, generate, plain
 from specdec.registry.parts import make_verifier
 from tests.decoding.test_sessions import CODE, load, variant
@@ -38,7 +38,7 @@ def test_the_drafts_are_those_of_an_active_run_and_nothing_is_verified(drafter, 
     settings = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
     ids = lm.tokenizer.encode(CODE)
     active = generate(lm, ids, **settings)
-    watched, with_drafts = passive(lm)
+    watched, with_drafts = passive_lm(lm)
     spied = OneRow(lm.target)
     run = with_drafts(generate(attrs.evolve(watched, target=spied), ids, **settings))
     assert run.tokens == active.tokens == generate(plain(lm), ids, **settings).tokens

@@ -28,7 +28,7 @@ from specdec.testing import (
     check_plugin,
 )
 from specdec.testing.engine_run import plain_decoding, run_engine
-from specdec.testing.second_model import second_model
+from specdec.testing.table_model import second_model
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier

@@ -10,7 +10,7 @@ from specdec import sampling as production
 from specdec.backends.arrays import HostLogits
 from specdec.contract import GREEDY_BELOW, Context, Draft, Sampling
 from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
-from specdec.testing.numerics import goodness_of_fit
+from specdec.testing import goodness_of_fit
 from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples

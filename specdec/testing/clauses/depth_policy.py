@@ -25,7 +25,7 @@ Step = tuple[int | None, int, int, int, list[float]]
 """One cycle: the depth if the engine caps it, drafted and accepted tokens, position, seconds by phase."""
 
 
-def _steps(seed: int, count: int, rows: int, outcome: str | None) -> list[Step]:
+def drawn_steps(seed: int, count: int, rows: int, outcome: str | None) -> list[Step]:
     """Stretches of all lengths, capped or not, anywhere in a text; or a long one of the same outcome."""
     rng = np.random.default_rng([seed, 1])
     steps: list[Step] = []
@@ -50,8 +50,8 @@ class PolicyRun:
         """What the policy says."""
         return self.policy.next_depth(self.stats)
 
-    def record(self, step: Step, depth: int) -> None:
-        """Count a cycle as the engine does and report it to the policy."""
+    def record(self, step: Step, depth: int) -> CycleRecord:
+        """Count a cycle as the engine does and report it to the policy; returns the record."""
         cap, offered, accepted, position, seconds = step
         depth = min(depth if cap is None else cap, self.rows - 1)
         offered = min(offered, depth)
@@ -64,6 +64,7 @@ class PolicyRun:
         emitted, drafted, (draft, verify, commit) = tokens[: accepted + 1], tokens[:offered], seconds
         record = CycleRecord(position, depth, offered, accepted, emitted, draft, verify, commit, drafted)
         self.policy.record(record)
+        return record
 
     def alone(self, steps: list[Step], faults: Faults) -> list[int]:
         """The depths when asked once a cycle, with a look at each answer."""
@@ -91,7 +92,7 @@ class PolicyRun:
 
 def _policies(subject: PluginSubject, length: int, seed: int, rows: int, outcome: str | None) -> Faults:
     """Run policies over the same records: alone, asked more often, beside another sequence, and after them."""
-    faults, steps = Faults(), _steps(seed, length, rows, outcome)
+    faults, steps = Faults(), drawn_steps(seed, length, rows, outcome)
 
     def policies(count: int) -> list[PolicyRun]:
         """Policies of one pipeline."""

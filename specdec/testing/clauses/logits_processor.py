@@ -16,9 +16,8 @@ import numpy as np
 from specdec.contract import Context, ProcessorEnv
 from specdec.errors import SpecdecError
 from specdec.testing.checks import Faults, driven, not_applicable, own_generators
-from specdec.testing.second_model import byte_tokenizer
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import PluginSubject
+from specdec.testing.subjects import PluginSubject, byte_tokenizer
 
 if TYPE_CHECKING:
     from specdec.contract import Float32

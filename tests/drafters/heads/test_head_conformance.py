@@ -4,7 +4,6 @@ import pytest
 
 from examples.first_refiner import specdec_drafters as example_drafters
 from specdec.drafters.heads import drafter
-from specdec.drafters.heads.drafter import HeadConfig
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.testing import check_plugin
 
@@ -17,4 +16,4 @@ def test_heads_conform(name, monkeypatch):
     limits = {"IDLE_ROWS": 10, "WAITING_ROWS": 4, "FEED_ROWS": 3, "UNREAD": 2}  # reached by short texts too
     for limit, rows in limits.items():
         monkeypatch.setattr(drafter, limit, rows)
-    check_plugin(SPECS[name], config=HeadConfig(model="random"), effort="sample").raise_for_failures()
+    check_plugin(SPECS[name], options={"model": "random"}, effort="sample").raise_for_failures()

@@ -397,19 +397,26 @@ def _any_route(bench: Bench, rows: int, number: int) -> Call:
     return Call("route", bench.act(rows, LENGTH), bench.matrix(EXPERTS, LENGTH), ROUTINGS[3], bench.vector(EXPERTS))
 
 
+FEW, NEVER = 9, [2, 5, 8]  # experts, and those that are never chosen
+SHAPES = ((19, LENGTH), (19, LENGTH), (LENGTH, 19))
+
+
+def _experts(bench: Bench) -> list[Drawn]:
+    """Stacks of three matrices of every expert; those of experts that are never chosen hold NaN."""
+    stacks = [bench.normal(FEW, *shape, scale=1 / 3) for shape in SHAPES]
+    for values in stacks:
+        values[NEVER] = torch.nan
+    return [*map(bench.stack, stacks)]
+
+
 def _moe(bench: Bench, rows: int, number: int) -> Call:
     """Alone, with a shared expert, and with a gated one; a third of the experts is never chosen and holds NaN."""
-    count, wide, never = 9, 19, [2, 5, 8]
-    shapes = [(wide, LENGTH), (wide, LENGTH), (LENGTH, wide)]
-    values = [bench.normal(count, *shape, scale=1 / 3) for shape in shapes]
-    for tensor in values:
-        tensor[never] = torch.nan
-    x, residual, router = bench.act(rows, LENGTH), bench.act(rows, LENGTH), bench.matrix(count, LENGTH, scale=1 / 3)
-    bias = bench.ops.vector(torch.tensor([-10.0 if expert in never else 0.0 for expert in range(count)]))
+    x, residual, router = bench.act(rows, LENGTH), bench.act(rows, LENGTH), bench.matrix(FEW, LENGTH, scale=1 / 3)
+    bias = bench.ops.vector(torch.tensor([-10.0 if expert in NEVER else 0.0 for expert in range(FEW)]))
     routing = Routing(top_k=3, scores="sigmoid", normalised=True, scale=1.5)
     ids, weights = (bench.drawn(one, by_row=True) for one in bench.ops.route(x.array, router.array, routing, bias))
-    expect(not np.isin(ids.values, never).any(), "route chose an expert with a bias of -10", got=ids.values)
-    shared = [bench.matrix(*shape, scale=1 / 3) for shape in shapes] if number % 3 else []
+    expect(not np.isin(ids.values, NEVER).any(), "route chose an expert with a bias of -10", got=ids.values)
+    shared = [bench.matrix(*shape, scale=1 / 3) for shape in SHAPES] if number % 3 else []
     gate = [bench.matrix(1, LENGTH, scale=1 / 3)] if number % 3 == 2 else []
 
     def run(ops: Ops, x: Any, ids: Any, weights: Any, residual: Any, *matrices: Any) -> Any:
@@ -417,17 +424,13 @@ def _moe(bench: Bench, rows: int, number: int) -> Call:
         more |= {"shared_gate": matrices[6]} if gate else {}
         return ops.moe(x, (ids, weights), matrices[:3], residual, **more)
 
-    stacks = map(bench.stack, values)
-    return Call(run, x, ids, weights, residual, *stacks, *shared, *gate, roundings=8, terms=500)
+    return Call(run, x, ids, weights, residual, *_experts(bench), *shared, *gate, roundings=8, terms=500)
 
 
 def _clamped_moe(bench: Bench, rows: int, number: int) -> Call:
     """With a limit that is often reached; a third of the experts is never chosen and holds NaN."""
-    count, wide, never = 9, 19, [2, 5, 8]
-    values = [bench.normal(count, *shape, scale=1 / 3) for shape in ((wide, LENGTH), (wide, LENGTH), (LENGTH, wide))]
-    logits = torch.zeros(count)
-    for tensor in (*values, logits):
-        tensor[never] = -100.0 if tensor is logits else torch.nan
+    logits = torch.zeros(FEW)
+    logits[NEVER] = -100.0
     routing = Routing(top_k=6, scores="softmax", normalised=True)
     clamp = Clamp(alpha=1.702, limit=(0.7, 2.0)[number % 2])
 
@@ -438,10 +441,10 @@ def _clamped_moe(bench: Bench, rows: int, number: int) -> Call:
         run,
         bench.act(rows, LENGTH),
         bench.act(rows, LENGTH),
-        bench.matrix(count, LENGTH, scale=1 / 3),
+        bench.matrix(FEW, LENGTH, scale=1 / 3),
         bench.drawn(bench.ops.vector(logits)),
-        *map(bench.stack, values),
-        *(bench.vector(count, size, scale=0.5) for size in (wide, wide, LENGTH)),
+        *_experts(bench),
+        *(bench.vector(FEW, size, scale=0.5) for size, _ in SHAPES),
         roundings=8,
         terms=2000,
         magnitude=lambda results, *_: results[0].abs().amax(-1, keepdim=True),
