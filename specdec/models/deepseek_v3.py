@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.contract import ModelSpec
-from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.family import DecoderConfig, MtpNames, build_decoder
 from specdec.models.fields import Fields
@@ -50,16 +48,3 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
 def build(config: DecoderConfig, weights: Weights) -> DecoderModel:
     """Build the model; each MTP module is one more layer, with a few tensors of its own."""
     return build_decoder(config, weights, mtp=MTP)
-
-
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            name="deepseek_v3",
-            model_types=("deepseek_v3",),
-            parse=parse,
-            build=build,
-            help="DeepSeek-V3 / R1: latent attention, grouped experts, MTP head",
-        )
-    ]
