@@ -263,7 +263,7 @@ def test_a_failure_of_one_leaves_the_others_alone(small):
         running.add(stream)
     for _ in range(4):
         running.tick()
-    streams[1]._sequence.state._capacity = 0  # its next pass has no room
+    streams[1]._sequence.state.capacity = 0  # its next pass has no room
     while running.running:
         running.tick()
     assert list(running.failures) == [streams[1]]
