@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from specdec.contract import FamilyConfig, ModelSpec
 from specdec.hookspecs import hookimpl
-from specdec.models import deepseek_v3, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_5, qwen3_next
+from specdec.models import deepseek_v3, gemma3, gemma4, gpt_oss, llama, qwen3_5, qwen3_next
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.family import build_decoder
 
@@ -22,11 +22,7 @@ _FAMILIES: dict[str, tuple[Callable[..., FamilyConfig], Callable[..., DecoderMod
         qwen3_next.build,
         "Qwen3-Next: Gated DeltaNet, gated attention, mixture of experts, MTP head",
     ),
-    "granite": (
-        llama.parse_granite,
-        build_decoder,
-        "Granite 3 dense: factors on embeddings, layers, scores and logits",
-    ),
+    "granite": (llama.parse_granite, build_decoder, "Granite 3 dense: factors on embeddings, layers, scores, logits"),
     "llama": (llama.parse_llama, build_decoder, "Llama 3 dense: grouped-query attention, Llama 3 rotary scaling"),
     "ministral3": (llama.parse_ministral3, build_decoder, "Ministral 3 dense, text: queries grow with the position"),
     "mistral": (llama.parse_mistral, build_decoder, "Mistral dense: grouped-query attention, with a window if any"),
@@ -44,7 +40,7 @@ _FAMILIES: dict[str, tuple[Callable[..., FamilyConfig], Callable[..., DecoderMod
     ),
     "gpt_oss": (gpt_oss.parse, build_decoder, "gpt-oss, mixture of experts in MXFP4: sliding windows, attention sinks"),
     "glm4_moe": (
-        glm4_moe.parse,
+        deepseek_v3.parse_glm4_moe,
         deepseek_v3.build,
         "GLM-4.5 / 4.6 mixture of experts: grouped-query attention, MTP head",
     ),

@@ -143,16 +143,8 @@ def _converted(config: HybridConfig, weights: Weights) -> bool:
     """Whether mlx-lm converted the weights: then convolutions are ``[C, kc, 1]`` and norms hold the factor.
 
     mlx-lm adds the 1 to norms exactly when it transposes the convolutions. It does so only in the layers, so the norms
-    of an MTP head that was restored later may be either. Raises: CheckpointError if one checkpoint has both
-    convolution layouts.
+    of an MTP head that was restored later may be either. A checkpoint with both layouts of convolutions fails the
+    weight check.
     """
-    linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
-    names = [f"layers.{i}.linear_attn.conv1d.weight" for i in linear]
-    turned = [name for name in names if weights.shape_of(name) == (config.delta.channels, config.delta.kernel, 1)]
-    if turned and len(turned) < len(names):
-        plain = next(name for name in names if name not in turned)
-        raise CheckpointError(
-            f"{turned[0]} is in MLX's layout and {plain} is not, which leaves open what the norms hold",
-            try_="the original checkpoint",
-        )
-    return bool(turned)
+    names = (f"layers.{i}.linear_attn.conv1d.weight" for i in range(config.layers))
+    return any(weights.shape_of(name) == (config.delta.channels, config.delta.kernel, 1) for name in names)
