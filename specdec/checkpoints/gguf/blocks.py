@@ -60,7 +60,7 @@ class Block:
         return 4 if len(self.numbers) == 16 else 8
 
 
-def _numbers(bits: int) -> Tensor:
+def whole_numbers(bits: int) -> Tensor:
     """What codes that are numbers stand for."""
     return torch.arange(2**bits, dtype=torch.float32)
 
@@ -181,16 +181,16 @@ E8M0 = torch.tensor([math.ldexp(1.0, code - 127) for code in range(255)] + [math
 BLOCKS: Mapping[int, Block] = {
     0: Block("F32", 1, 4),
     1: Block("F16", 1, 2),
-    2: Block("Q4_0", 32, 18, 32, _numbers(4) - 8, _of_32(4, "scale")),
-    3: Block("Q4_1", 32, 20, 32, _numbers(4), _of_32(4, "scale", "bias"), (0, 2)),
-    6: Block("Q5_0", 32, 22, 32, _numbers(5) - 16, _of_32(5, "scale")),
-    7: Block("Q5_1", 32, 24, 32, _numbers(5), _of_32(5, "scale", "bias"), (0, 2)),
+    2: Block("Q4_0", 32, 18, 32, whole_numbers(4) - 8, _of_32(4, "scale")),
+    3: Block("Q4_1", 32, 20, 32, whole_numbers(4), _of_32(4, "scale", "bias"), (0, 2)),
+    6: Block("Q5_0", 32, 22, 32, whole_numbers(5) - 16, _of_32(5, "scale")),
+    7: Block("Q5_1", 32, 24, 32, whole_numbers(5), _of_32(5, "scale", "bias"), (0, 2)),
     8: Block("Q8_0", 32, 34, 32, BYTES, _q8_0),
-    10: Block("Q2_K", 256, 84, 16, _numbers(4), _q2_k, (80, 82)),
-    11: Block("Q3_K", 256, 110, 16, _numbers(4) - 4, _q3_k, (108,)),
-    12: Block("Q4_K", 256, 144, 32, _numbers(4), _q4_k, (0, 2)),
-    13: Block("Q5_K", 256, 176, 32, _numbers(5), _q5_k, (0, 2)),
-    14: Block("Q6_K", 256, 210, 16, _numbers(6) - 32, _q6_k, (208,)),
+    10: Block("Q2_K", 256, 84, 16, whole_numbers(4), _q2_k, (80, 82)),
+    11: Block("Q3_K", 256, 110, 16, whole_numbers(4) - 4, _q3_k, (108,)),
+    12: Block("Q4_K", 256, 144, 32, whole_numbers(4), _q4_k, (0, 2)),
+    13: Block("Q5_K", 256, 176, 32, whole_numbers(5), _q5_k, (0, 2)),
+    14: Block("Q6_K", 256, 210, 16, whole_numbers(6) - 32, _q6_k, (208,)),
     20: Block("IQ4_NL", 32, 18, 32, _IQ4, _of_32(4, "scale")),
     23: Block("IQ4_XS", 256, 136, 32, _IQ4, _iq4_xs),
     30: Block("BF16", 1, 2),
