@@ -12,7 +12,7 @@ import specdec.registry
 from specdec import ForwardOutput, ForwardPass, ModelInfo, Parity, hookimpl
 from specdec.backends.arrays import HostLogits
 from specdec.contract import NO_NEEDS, Snapshot, State
-from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
+from specdec.errors import StateError
 from specdec.text import Tokenizer
 
 TEXT = "the cat sat on the mat. the dog sat on the log. the cat saw the dog, and the dog saw the cat. " * 3
@@ -67,31 +67,18 @@ class Markov(ForwardPass):
             weights[token] += count
         return np.log(weights / weights.sum())
 
-    def check(self, state, tokens):
-        if not len(tokens):
-            raise ShapeError("a pass takes at least one token, got none")
-        if not 0 <= min(tokens) <= max(tokens) < self.info.vocab_size:
-            raise PromptError(f"a token id is outside the vocabulary (0 to {self.info.vocab_size - 1})")
-        if state.length + len(tokens) > state.capacity:
-            raise StateError(f"the state has room for {state.capacity - state.length} more tokens, got {len(tokens)}")
-
     def new_state(self, capacity, needs=NO_NEEDS):
-        if not 1 <= capacity <= self.info.max_positions:
-            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        if unmet := needs.unmet(self.info):
-            raise UnsupportedError(f"a state is asked for {unmet}")
+        self.check_new_state(capacity, needs)
         return TextState(capacity)
 
     def prefill(self, state, tokens):
-        self.check(state, tokens)
+        self.check_pass(state, tokens, decode=False)
         state.tokens += tokens
         state.provisional = None
         return ForwardOutput(rows=len(tokens))
 
     def decode(self, state, tokens):
-        if len(tokens) > self.info.max_rows:
-            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        self.check(state, tokens)
+        self.check_pass(state, tokens, decode=True)
         state.provisional = list(tokens)
         rows = [self.row([*state.tokens, *tokens[: t + 1]]) for t in range(len(tokens))]
         return ForwardOutput(rows=len(rows), logits=HostLogits(np.stack(rows)))
@@ -103,8 +90,7 @@ class Markov(ForwardPass):
         state.provisional = None
 
     def rewind(self, state, length):
-        if not 0 <= length <= state.length:
-            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
+        self.check_rewind(state, length)
         del state.tokens[length:]
         state.provisional = None
         return length

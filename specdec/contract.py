@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeV
 import attrs
 
 from specdec.checking import between, checked_fields, each
-from specdec.errors import SpecdecError, StateError, UnsupportedError
+from specdec.errors import PromptError, ShapeError, SpecdecError, StateError, UnsupportedError
 from specdec.exchange import IDLE_ROWS as IDLE_ROWS
 from specdec.exchange import WAITING_ROWS as WAITING_ROWS
 from specdec.exchange import FamilyConfig as FamilyConfig
@@ -506,6 +506,37 @@ class ForwardPass(abc.ABC):
     def from_host(self, tensor: Any) -> Any:
         """A torch tensor in host memory as ``restore`` takes it: the inverse of ``to_host``."""
         return tensor
+
+    # --- what the methods above can check their arguments with -----------------------------------------------------
+
+    def check_new_state(self, capacity: int, needs: Needs) -> None:
+        """Raises: as ``new_state``."""
+        if not 1 <= capacity <= self.info.max_positions:
+            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
+        if unmet := needs.unmet(self.info):
+            raise UnsupportedError(f"a state is asked for {unmet}")
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises: ShapeError if there are none; PromptError for an id outside the vocabulary."""
+        if len(tokens) == 0:
+            raise ShapeError("a pass takes at least one token, got none")
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
+            raise PromptError(f"token id {wrong} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+
+    def check_pass(self, state: State, tokens: Sequence[int], *, decode: bool) -> None:
+        """Raises: as ``check_tokens``; ShapeError for too many rows of a ``decode``; StateError if they do not fit."""
+        self.check_tokens(tokens)
+        rows, held, room = len(tokens), state.length, state.capacity
+        if decode and rows > self.info.max_rows:
+            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {rows}")
+        if held + rows > room:
+            raise StateError(f"the state holds {held} of {room} tokens; {rows} more do not fit")
+
+    def check_rewind(self, state: State, length: int) -> None:
+        """Raises: as ``rewind``."""
+        if not 0 <= length <= state.length:
+            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
 
 
 @attrs.frozen

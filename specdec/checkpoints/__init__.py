@@ -6,7 +6,7 @@ Nothing is unpickled, and no code from a checkpoint runs.
 from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.heads import join_head, unlisted_head
 from specdec.checkpoints.locate import locate
-from specdec.checkpoints.names import Names, canonical_name, canonical_names, text_config
+from specdec.checkpoints.names import canonical_name, canonical_names, text_config
 from specdec.checkpoints.opening import naming_keys, open_checkpoint
 from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
 from specdec.checkpoints.weight_check import TensorSpec, WeightCheck, check_weights
@@ -15,7 +15,6 @@ from specdec.checkpoints.writer import write_checkpoint
 
 __all__ = [
     "Checkpoint",
-    "Names",
     "StoredWeights",
     "TensorSpec",
     "WeightCheck",

@@ -127,8 +127,12 @@ def what_else(files: Iterable[str]) -> str | None:
         return "it looks like a LoRA adapter, which is not read: merge it into its base model and save that"
     if any(name.endswith(".gguf") for name in files):
         return "name one of the GGUF files"
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in files):
-        return "it looks like pickled PyTorch weights, and pickles are not read: use a checkpoint in safetensors format"
+    if pickle := next((name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))), ""):
+        return (
+            "it looks like pickled PyTorch weights, and pickles are not read: use a checkpoint in safetensors format, "
+            'or a converted copy: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() '
+            f"for k, v in torch.load('{pickle}', weights_only=True).items()}}, 'model.safetensors')\""
+        )
     if any(name.endswith(".safetensors") for name in files):
         return "copy config.json (and tokenizer.json) from the model that the weights belong to"
     if "snapshots/" in files:
@@ -172,7 +176,6 @@ def _nothing_there(model: str, path: Path) -> CheckpointError:
 
 def _from_hub(model: str, revision: str | None) -> Path:
     import huggingface_hub as hub  # imported late: it is slow, and folders do not need it
-    from huggingface_hub import errors
 
     try:
         # fetch config.json first, to refuse an unusable repository before downloading gigabytes
@@ -188,46 +191,38 @@ def _from_hub(model: str, revision: str | None) -> Path:
         )
     except CheckpointError:
         raise
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"the hub model {model} is gated: its owners ask you to accept their terms first",
-            page=f"https://huggingface.co/{model}",
-            try_="accept the terms there, then `hf auth login` (or set HF_TOKEN)",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"the hub model {model} has no revision {revision!r}", try_="a branch, tag or commit of it, or none (main)"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"there is no model {model} on the hub (or it is private), and no folder of that name here",
-            looked_in=Path.cwd(),
-            try_="check the spelling, `hf auth login` for a private model, or ./path for a folder",
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise _not_cached(model, revision) from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"{model!r} is neither a folder nor a hub id: {error}", try_=_MODELS) from error
-    except Exception as error:
-        # a full disk, other hub responses, and HTTP errors, whose classes differ between hub versions
-        raise _failed(model, error) from error
+    except Exception as error:  # also a full disk, and HTTP errors, whose classes differ between hub versions
+        raise _not_fetched(model, revision, error) from error
     return check_folder(Path(folder))
 
 
-def _not_cached(model: str, revision: str | None) -> CheckpointError:
-    from huggingface_hub import constants
+def _not_fetched(model: str, revision: str | None, error: Exception) -> CheckpointError:
+    from huggingface_hub import constants, errors
 
-    what = f"{model} (revision {revision})" if revision else model
+    why, cure = "the hub cannot be reached", "a network connection (HTTPS_PROXY and HF_ENDPOINT are respected)"
     if constants.HF_HUB_OFFLINE:
-        message = f"{what} is not (completely) in the hub cache, and HF_HUB_OFFLINE is set"
-        cure = "unset HF_HUB_OFFLINE"
-    else:
-        message = f"{what} is not (completely) in the hub cache, and the hub cannot be reached"
-        cure = "a network connection (HTTPS_PROXY and HF_ENDPOINT are respected)"
-    return CheckpointError(message, cache=constants.HF_HUB_CACHE, try_=f'{cure}, a folder, or "demo"')
-
-
-def _failed(model: str, error: Exception) -> CheckpointError:
-    text = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    return CheckpointError(f"the hub model {model} could not be fetched", reason=reason, try_="once more, or a folder")
+        why, cure = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+    what = f"{model} (revision {revision})" if revision else model
+    known: dict[type[Exception], tuple[str, str]] = {  # what is wrong, and what to try; a class before its bases
+        errors.GatedRepoError: (
+            f"the hub model {model} is gated: its owners ask you to accept their terms first",
+            f"accept the terms at https://huggingface.co/{model}, then `hf auth login` (or set HF_TOKEN)",
+        ),
+        errors.RevisionNotFoundError: (
+            f"the hub model {model} has no revision {revision!r}",
+            "a branch, tag or commit of it, or none (main)",
+        ),
+        errors.RepositoryNotFoundError: (
+            f"there is no model {model} on the hub (or it is private), and no folder of that name here",
+            "check the spelling, `hf auth login` for a private model, or ./path for a folder",
+        ),
+        errors.LocalEntryNotFoundError: (
+            f"{what} is not (completely) in the hub cache, and {why}",
+            f'{cure}, a folder, or "demo"',
+        ),
+        errors.HFValidationError: (f"{model!r} is neither a folder nor a hub id: {error}", _MODELS),
+        Exception: (f"the hub model {model} could not be fetched", "once more, or a folder"),
+    }
+    message, cure = next(said for kind, said in known.items() if isinstance(error, kind))
+    reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+    return CheckpointError(message, reason=reason, try_=cure)

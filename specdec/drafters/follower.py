@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.contract import ForwardOutput, ForwardPass, Logits, Passes, PassRequest, State
+from specdec.contract import WAITING_ROWS, ForwardOutput, ForwardPass, Logits, Passes, PassRequest, State
 from specdec.text import common_prefix
-
-WAITING_ROWS = 8  # committed tokens that a decode may include; more are prefilled first
 
 
 class Follower:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
 from specdec.contract import (
     Context,
     Draft,
@@ -34,15 +32,10 @@ from specdec.hookspecs import hookimpl
 from specdec.sampling import CoupledDraft, is_plain
 
 
-@attrs.frozen(kw_only=True)
-class MtpConfig(PrunedHeadConfig):
-    """A cheaper head, and when to stop a draft early."""
-
-
 class MtpDrafter(Drafter):
     """Asks the target to draft with its MTP head."""
 
-    def __init__(self, config: MtpConfig, env: DrafterEnv) -> None:
+    def __init__(self, config: PrunedHeadConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
         gated = config.min_confidence > 0 or config.min_margin > 0
@@ -82,7 +75,7 @@ class MtpDrafter(Drafter):
         return gate if self._choice is None else {**self._choice.report(), "dead_ends": self._dead_ends, **gate}
 
 
-def prepare(config: MtpConfig, env: PrepareEnv) -> PreparedVocabulary | None:
+def prepare(config: PrunedHeadConfig, env: PrepareEnv) -> PreparedVocabulary | None:
     """Read the draft vocabulary and gather its rows, once for all sequences."""
     info = env.target.info
     return config.prepare(env, env.target.draft_head, info.mtp_weights, info.hidden_size)
@@ -94,7 +87,7 @@ def specdec_drafters() -> list[DrafterSpec]:
         DrafterSpec(
             name="mtp",
             factory=MtpDrafter,
-            config=MtpConfig,
+            config=PrunedHeadConfig,
             needs=Needs(mtp=True),
             prepare=prepare,
             help="the checkpoint's own multi-token-prediction head",

@@ -35,7 +35,7 @@ from specdec.contract import (
     no_mtp_head,
     no_mtp_pairs,
 )
-from specdec.errors import ContractError, NoMemoryError, PromptError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, NoMemoryError, ShapeError, StateError
 from specdec.models.decoder import Layer, MtpHead, Norm
 from specdec.models.mtp_chain import LaterModules
 from specdec.sampling import CoupledDraft
@@ -84,11 +84,11 @@ class DecoderModel:
         return self.ops.softcap(logits, self.logit_cap) if self.logit_cap else logits
 
 
-@attrs.define(eq=False, repr=False, slots=False)
+@attrs.define(eq=False, repr=False)
 class SequenceState(State):
     """The caches of one sequence: one per layer that has one, and the MTP head's if ``needs`` asks for it."""
 
-    _capacity: int
+    capacity: int
     needs: Needs
     caches: list[Cache]
     mtp: Cache | None  # true pairs; chained entries follow them until the next true pair
@@ -103,10 +103,6 @@ class SequenceState(State):
     @property
     def length(self) -> int:
         return self.caches[0].length
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     def nbytes(self) -> int:
         heads = [] if self.mtp is None else [self.mtp]
@@ -225,11 +221,7 @@ class CausalLM(ForwardPass):
     # --- states ----------------------------------------------------------------------------------------------------
 
     def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> SequenceState:
-        if not 1 <= capacity <= self.info.max_positions:
-            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        unmet = needs.unmet(self.info)
-        if unmet is not None:
-            raise UnsupportedError(f"a state is asked for {unmet}")
+        self.check_new_state(capacity, needs)
         try:
             caches = self._new_caches(capacity)
             heads = self._new_mtp_caches(capacity) if needs.mtp else []
@@ -286,23 +278,11 @@ class CausalLM(ForwardPass):
             self._target_passes[boundaries] = self.ops.record_passes(run_layers, self._new_caches(1))
         return self._target_passes[boundaries]
 
-    def _check_room(self, state: SequenceState, rows: int) -> None:
-        if state.length + rows > state.capacity:
-            raise StateError(f"the state holds {state.length} of {state.capacity} tokens; {rows} more do not fit")
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if len(tokens) == 0:
-            raise ShapeError("a pass takes at least one token, got none")
-        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
-            raise PromptError(f"token id {wrong} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
-
     # --- target passes ---------------------------------------------------------------------------------------------
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
-        self._check_tokens(tokens)
-        self._check_room(state, len(tokens))
+        self.check_pass(state, tokens, decode=False)
         state.decoded = None
         parts: list[Array] = []  # outputs of passes, row after row; empty if no hidden states are requested
         for at in range(0, len(tokens), PREFILL_ROWS):
@@ -323,10 +303,7 @@ class CausalLM(ForwardPass):
     def _to_decode(self, state: State, tokens: Sequence[int]) -> SequenceState:
         """The state of a pass, once its tokens are checked."""
         state = _own(state)
-        self._check_tokens(tokens)
-        if len(tokens) > self.info.max_rows:
-            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        self._check_room(state, len(tokens))
+        self.check_pass(state, tokens, decode=True)
         return state
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
@@ -445,7 +422,7 @@ class CausalLM(ForwardPass):
         return x if later is None else x[-rows:]
 
     def _check_pairs(self, tokens: Sequence[int], hidden: Hidden) -> None:
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         if len(tokens) != len(hidden):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
 
@@ -622,7 +599,7 @@ class CausalLM(ForwardPass):
         return self._pruned(tokens)
 
     def _pruned(self, tokens: Sequence[int], rows: Sequence[HeadRows] = ()) -> PrunedHead:
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         weights = [self._lm_head_of(module) for module in range(self.info.mtp_layers)]
         gathered: dict[int, HeadRows] = {}  # modules mostly share one output head
         for module, weight in enumerate(weights):
@@ -643,8 +620,7 @@ class CausalLM(ForwardPass):
 
     def rewind(self, state: State, length: int) -> int:
         state = _own(state)
-        if not 0 <= length <= state.length:
-            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
+        self.check_rewind(state, length)
         state.decoded = None
         if length == state.length:
             return length
@@ -708,7 +684,7 @@ class CausalLM(ForwardPass):
         tokens = [snapshot.meta[name] for i in range(fed) if (name := f"mtp_token{i}") in snapshot.meta]
         hidden = None
         if tokens:
-            self._check_tokens(tokens)
+            self.check_tokens(tokens)
             hidden = self._saved_hidden(snapshot.arrays["mtp_hidden"], len(tokens))
         later.restart(fed - len(tokens), tokens, hidden)
         for i, cache in enumerate(later.caches):

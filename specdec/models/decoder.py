@@ -15,6 +15,7 @@ import torch
 
 from specdec.backends.ops import Array, Cache, DeltaCache, DeltaShape, KVCache, Ops, Rope
 from specdec.errors import CheckpointError
+from specdec.models.fields import Fields
 from specdec.models.weights import Weights
 
 
@@ -111,6 +112,40 @@ class AttentionShape:
     keys_as_values: bool = False  # values are the projected keys, before their norm
     sinks: bool = False  # a learned score per head joins every softmax
     growth: tuple[float, int] | None = None  # beta and length of ``Ops.scale_by_position``, for the queries
+
+    @classmethod
+    def of(
+        cls,
+        fields: Fields,
+        theta: float,
+        *,
+        share: float | None = None,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
+        scale: float | None = None,
+        **variant: Any,
+    ) -> AttentionShape:
+        """Read the keys of most families. Raises: CheckpointError naming the key.
+
+        Args:
+            fields: the config's.
+            theta, share: the family's defaults, as ``Fields.rope`` takes them.
+            head_dim: likewise; a head's part of the hidden size by default.
+            kv_heads: their number, if a config that does not say it means another than that of heads.
+            scale: of the scores; one over the root of the head's size by default.
+            variant: further fields.
+        """
+        heads = fields.whole("num_attention_heads")
+        dim = fields.whole("head_dim", head_dim or fields.whole("hidden_size") // heads)
+        rope, factor = fields.rope(dim, theta, share=share)
+        return cls(
+            heads=heads,
+            kv_heads=kv_heads or fields.whole("num_key_value_heads", heads),
+            head_dim=dim,
+            rope=rope,
+            scale=(dim**-0.5 if scale is None else scale) * factor**2,  # queries and keys both carry the factor
+            **variant,
+        )
 
     @property
     def row(self) -> int:

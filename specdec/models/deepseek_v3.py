@@ -1,13 +1,16 @@
-"""DeepSeek-V3 and R1: latent attention, experts chosen by corrected sigmoid scores, an MTP head as an extra layer."""
+"""DeepSeek-V3 and R1: latent attention, experts chosen by corrected sigmoid scores, an MTP head as an extra layer.
+
+GLM-4.5 and 4.6 have grouped-query attention instead, of which half of each head is rotated; q, k and v usually have
+biases, and the larger models norm queries and keys per head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.contract import ModelSpec
-from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
+from specdec.models.decoder import AttentionShape
 from specdec.models.family import DecoderConfig, MtpNames, build_decoder
 from specdec.models.fields import Fields
 from specdec.models.mla import LatentShape
@@ -28,7 +31,7 @@ MTP = MtpNames(
 
 
 def common(fields: Fields, *, eps: float = 1e-6) -> dict[str, Any]:
-    """Read what this family shares with GLM-4.5: all but the attention. Raises: CheckpointError naming the key."""
+    """Read all but the attention. Raises: CheckpointError naming the key."""
     found = DecoderConfig.common(fields, eps=eps)
     return {
         **found,
@@ -47,19 +50,14 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**common(fields), attention=LatentShape.of(fields))
 
 
+def parse_glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read GLM's ``config.json``. Raises: CheckpointError naming the key."""
+    fields = Fields(config)
+    biased, normed = fields.flag("attention_bias", False), "heads" if fields.flag("use_qk_norm", False) else ""
+    shape = AttentionShape.of(fields, 1e4, share=0.5, biased=biased, normed=normed)
+    return DecoderConfig(**common(fields, eps=1e-5), attention=shape)
+
+
 def build(config: DecoderConfig, weights: Weights) -> DecoderModel:
     """Build the model; each MTP module is one more layer, with a few tensors of its own."""
     return build_decoder(config, weights, mtp=MTP)
-
-
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            name="deepseek_v3",
-            model_types=("deepseek_v3",),
-            parse=parse,
-            build=build,
-            help="DeepSeek-V3 / R1: latent attention, grouped experts, MTP head",
-        )
-    ]

@@ -223,13 +223,7 @@ class Fields:
             return min(positions, self._original_positions())
         if self.rope_kind() == "yarn":
             original = inner.whole("original_max_position_embeddings", high=MOST_POSITIONS)
-            stretched = int(original * inner.real("factor"))
-            if stretched > MOST_POSITIONS:
-                raise CheckpointError(
-                    f"config.json: 'original_max_position_embeddings' times 'factor' is at most {MOST_POSITIONS}, "
-                    f"got {stretched}"
-                )
-            positions = max(positions, stretched)
+            positions = max(positions, min(int(original * inner.real("factor")), MOST_POSITIONS))
         return positions
 
     def query_growth(self) -> tuple[float, int]:

@@ -13,8 +13,6 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Rope
-from specdec.contract import ModelSpec
-from specdec.hookspecs import hookimpl
 from specdec.models.decoder import AttentionShape
 from specdec.models.family import DecoderConfig, LayerNames, build_decoder
 from specdec.models.fields import Fields
@@ -38,21 +36,16 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     fields.must_be("attention_bias", False)
     common = DecoderConfig.common(fields, tied=True, activation="hidden_activation")
     full, local = fields.of_layers("full_attention") or fields, fields.of_layers("sliding_attention")
-    head_dim = fields.whole("head_dim")
-    shape = AttentionShape(
-        heads=fields.whole("num_attention_heads"),
-        kv_heads=fields.whole("num_key_value_heads"),
-        head_dim=head_dim,
-        rope=full.rope(head_dim, 1e6)[0],
-        scale=fields.real("query_pre_attn_scalar") ** -0.5,
-        normed="heads",
-    )
+    scale = fields.real("query_pre_attn_scalar") ** -0.5
+    shape = AttentionShape.of(full, 1e6, scale=scale, normed="heads")
     sliding = fields.sliding_layers(common["layers"], fields.whole("sliding_window_pattern", 6))
-    rope = local.rope(head_dim, 1e4)[0] if local else Rope.of(fields.real("rope_local_base_freq", 1e4), head_dim)
+    dim = shape.head_dim
+    rope = local.rope(dim, 1e4)[0] if local else Rope.of(fields.real("rope_local_base_freq", 1e4), dim)
+    own = {"rope": rope, "scale": scale, "window": fields.whole("sliding_window")} if sliding else {}
     return DecoderConfig(
         **common,
         attention=shape,
-        alternate=attrs.evolve(shape, rope=rope, window=fields.whole("sliding_window")) if sliding else None,
+        alternate=attrs.evolve(shape, **own) if sliding else None,
         alternate_layers=sliding,
         intermediate_size=fields.whole("intermediate_size"),
         embed_scale=common["hidden_size"] ** 0.5,
@@ -60,14 +53,4 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            name="gemma3",
-            model_types=("gemma3_text", "gemma3"),
-            parse=parse,
-            build=functools.partial(build_decoder, plus=1.0, names=NAMES),
-            help="Gemma 3, text: sliding windows, norms on both sides of a layer's parts",
-        )
-    ]
+build = functools.partial(build_decoder, plus=1.0, names=NAMES)

@@ -14,9 +14,7 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Ops
-from specdec.contract import ModelSpec
 from specdec.errors import CheckpointError
-from specdec.hookspecs import hookimpl
 from specdec.models import gemma3
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape, Norm, RmsNorm
@@ -88,12 +86,12 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
         rope.plain_rope()
     each = _each_full_layer(config, set(range(common["layers"])) - set(sliding))
     own, one_matrix = Fields(ChainMap(each, config)), fields.flag("attention_k_eq_v", False)  # type: ignore[arg-type]
-    kv_heads, head_dim = fields.whole("num_key_value_heads"), fields.whole("head_dim", 256)
-    windowed = AttentionShape(
-        heads=fields.whole("num_attention_heads"),
+    kv_heads = fields.whole("num_key_value_heads")
+    windowed = AttentionShape.of(
+        local,
+        1e4,
+        head_dim=256,
         kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope=local.rope(head_dim, 1e4)[0],
         scale=1.0,
         window=fields.whole("sliding_window", 1024 if unified else 512),
         normed="heads",
@@ -181,16 +179,3 @@ def _each_full_layer(config: Mapping[str, Any], layers: set[int]) -> dict[str, A
     except (AttributeError, TypeError, ValueError):
         pass
     raise wrong("per_layer_config", f"the same {' and '.join(FULL)} for each layer without a window", given)
-
-
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            name="gemma4",
-            model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
-            parse=parse,
-            build=build,
-            help="Gemma 4, dense, text: heads of two sizes, shared keys and values, an embedding for every layer",
-        )
-    ]

@@ -15,14 +15,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from specdec.contract import ModelSpec
-from specdec.hookspecs import hookimpl
-from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape
 from specdec.models.family import DecoderConfig, LayerNames, build_decoder
 from specdec.models.fields import MOST_LAYERS, Fields, wrong
@@ -74,12 +71,21 @@ def parse_plain(config: Mapping[str, Any], *, without: tuple[str, ...], **varian
     return _parse(_without(config, *without), **variant)
 
 
+parse_llama = functools.partial(parse_plain, without=("attention_bias", "mlp_bias"))
+parse_olmo2 = functools.partial(parse_plain, without=("attention_bias",), eps=1e-5, normed="whole")
+parse_qwen2 = functools.partial(parse_plain, without=("use_sliding_window",), biased=True)
+build_olmo2 = functools.partial(build_decoder, names=OLMO2_NAMES)
+
+
 def parse_qwen3(config: Mapping[str, Any], *, moe: bool = False) -> DecoderConfig:
     """Read Qwen3's ``config.json``; ``moe``: with experts. Raises: CheckpointError naming the key."""
     fields = _without(config, "attention_bias", "use_sliding_window")
     fields.must_be("use_qk_norm", True)
     fields.plain_rope()
     return _parse(fields, theta=1e6, normed="heads", moe=MoeShape.qwen(fields, shared=False) if moe else None)
+
+
+parse_qwen3_moe = functools.partial(parse_qwen3, moe=True)
 
 
 def parse_smollm3(config: Mapping[str, Any]) -> DecoderConfig:
@@ -118,25 +124,14 @@ def _parse(
 
     Args:
         fields: the config's.
-        theta, share, eps, tied: the family's defaults, as ``Fields.rope`` and ``DecoderConfig.common`` take them.
-        scale: of the scores; one over the root of the head's size by default.
+        theta, share, eps, tied, scale: as ``AttentionShape.of`` and ``DecoderConfig.common`` take them.
         moe: the experts in place of dense MLPs.
         unrotated: layers without a rotary embedding.
         variant: further fields of ``AttentionShape``.
     """
-    common, heads = DecoderConfig.common(fields, eps=eps, tied=tied), fields.whole("num_attention_heads")
-    head_dim = fields.whole("head_dim", common["hidden_size"] // heads)
-    rope, factor = fields.rope(head_dim, theta, share=share)
-    shape = AttentionShape(
-        heads=heads,
-        kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=head_dim,
-        rope=rope,
-        scale=(head_dim**-0.5 if scale is None else scale) * factor**2,  # queries and keys both carry the factor
-        **variant,
-    )
+    shape = AttentionShape.of(fields, theta, share=share, scale=scale, **variant)
     return DecoderConfig(
-        **common,
+        **DecoderConfig.common(fields, eps=eps, tied=tied),
         attention=shape,
         alternate=attrs.evolve(shape, rope=None) if unrotated else None,
         alternate_layers=unrotated,
@@ -144,27 +139,3 @@ def _parse(
         intermediate_size=0 if moe else fields.whole("intermediate_size"),
         max_positions=fields.max_positions(32768),
     )
-
-
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    parse_llama = functools.partial(parse_plain, without=("attention_bias", "mlp_bias"))
-    parse_olmo2 = functools.partial(parse_plain, without=("attention_bias",), eps=1e-5, normed="whole")
-    parse_qwen2 = functools.partial(parse_plain, without=("use_sliding_window",), biased=True)
-    olmo2 = functools.partial(build_decoder, names=OLMO2_NAMES)
-    families: dict[str, tuple[Callable[..., DecoderConfig], Callable[..., DecoderModel], str]] = {
-        "granite": (parse_granite, build_decoder, "Granite 3 dense: factors on embeddings, layers, scores and logits"),
-        "llama": (parse_llama, build_decoder, "Llama 3 dense: grouped-query attention, Llama 3 rotary scaling"),
-        "ministral3": (parse_ministral3, build_decoder, "Ministral 3 dense, text: queries that grow with the position"),
-        "mistral": (parse_mistral, build_decoder, "Mistral dense: grouped-query attention, with a window if any"),
-        "olmo2": (parse_olmo2, olmo2, "OLMo 2 dense: norms behind attention and MLP"),
-        "phi3": (parse_phi3, build_decoder, "Phi-3 and Phi-4 dense: fused projections; LongRoPE's short context"),
-        "qwen2": (parse_qwen2, build_decoder, "Qwen2.5 dense: grouped-query attention with biases"),
-        "qwen3": (parse_qwen3, build_decoder, "Qwen3 dense: grouped-query attention"),
-        "qwen3_moe": (functools.partial(parse_qwen3, moe=True), build_decoder, "Qwen3 mixture of experts"),
-        "smollm3": (parse_smollm3, build_decoder, "SmolLM3 dense: every fourth layer without a rotary embedding"),
-    }
-    return [
-        ModelSpec(name=name, model_types=(name,), parse=parse, build=build, help=text)
-        for name, (parse, build, text) in families.items()
-    ]

@@ -11,9 +11,7 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, DeltaShape
-from specdec.contract import ModelSpec
 from specdec.errors import CheckpointError
-from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import AttentionShape, GatedDeltaNet, Mixer
 from specdec.models.family import DecoderConfig, MtpNames, attention, build_decoder
@@ -54,7 +52,7 @@ class HybridConfig(DecoderConfig):
         fields.must_be("use_qk_norm", True)
         fields.must_be("output_gate_type", "swish", "silu")  # of the delta-rule norm; attention gates are sigmoids
         fields.plain_rope()
-        common, head_dim = DecoderConfig.common(fields), fields.whole("head_dim", 256)
+        common, kv_heads = DecoderConfig.common(fields), fields.whole("num_key_value_heads")
         delta = DeltaShape(
             key_heads=fields.whole("linear_num_key_heads", 16),
             value_heads=fields.whole("linear_num_value_heads", 32),
@@ -70,14 +68,8 @@ class HybridConfig(DecoderConfig):
         interval = fields.whole("full_attention_interval", FULL_ATTENTION_INTERVAL)
         return {
             **common,
-            "attention": AttentionShape(
-                heads=fields.whole("num_attention_heads"),
-                kv_heads=fields.whole("num_key_value_heads"),
-                head_dim=head_dim,
-                rope=fields.rope(head_dim, 1e7, share=0.25)[0],
-                scale=head_dim**-0.5,
-                gated=True,
-                normed="heads",
+            "attention": AttentionShape.of(
+                fields, 1e7, share=0.25, head_dim=256, kv_heads=kv_heads, gated=True, normed="heads"
             ),
             "layer_types": fields.layer_types(common["layers"], interval),
             "delta": delta,
@@ -151,36 +143,8 @@ def _converted(config: HybridConfig, weights: Weights) -> bool:
     """Whether mlx-lm converted the weights: then convolutions are ``[C, kc, 1]`` and norms hold the factor.
 
     mlx-lm adds the 1 to norms exactly when it transposes the convolutions. It does so only in the layers, so the norms
-    of an MTP head that was restored later may be either. Raises: CheckpointError if one checkpoint has both
-    convolution layouts.
+    of an MTP head that was restored later may be either. A checkpoint with both layouts of convolutions fails the
+    weight check.
     """
-    linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
-    names = [f"layers.{i}.linear_attn.conv1d.weight" for i in linear]
-    turned = [name for name in names if weights.shape_of(name) == (config.delta.channels, config.delta.kernel, 1)]
-    if turned and len(turned) < len(names):
-        plain = next(name for name in names if name not in turned)
-        raise CheckpointError(
-            f"{turned[0]} is in MLX's layout and {plain} is not, which leaves open what the norms hold",
-            try_="the original checkpoint",
-        )
-    return bool(turned)
-
-
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            name="qwen3_5",
-            model_types=("qwen3_5_text", "qwen3_5"),
-            parse=parse_dense,
-            build=build,
-            help="Qwen3.5 / 3.6 / 3.8 dense: Gated DeltaNet, gated attention, MTP head",
-        ),
-        ModelSpec(
-            name="qwen3_5_moe",
-            model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
-            parse=parse_moe,
-            build=build,
-            help="Qwen3.5 / 3.6 / 3.8 mixture of experts, MTP head",
-        ),
-    ]
+    names = (f"layers.{i}.linear_attn.conv1d.weight" for i in range(config.layers))
+    return any(weights.shape_of(name) == (config.delta.channels, config.delta.kernel, 1) for name in names)

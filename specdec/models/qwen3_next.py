@@ -12,8 +12,6 @@ import attrs
 import torch
 
 from specdec.backends.ops import Array
-from specdec.contract import ModelSpec
-from specdec.hookspecs import hookimpl
 from specdec.models import qwen3_5
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.fields import Fields
@@ -64,16 +62,3 @@ def build(config: Qwen3NextConfig, weights: Weights) -> DecoderModel:
         return qkv, z, a, b
 
     return qwen3_5.build(config, weights, projections=projections, promised=config.mtp_counted)
-
-
-@hookimpl
-def specdec_models() -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            name="qwen3_next",
-            model_types=("qwen3_next",),
-            parse=parse,
-            build=build,
-            help="Qwen3-Next: Gated DeltaNet, gated attention, mixture of experts, MTP head",
-        )
-    ]

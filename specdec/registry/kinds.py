@@ -31,14 +31,7 @@ BUILT_INS = (
     "specdec.backends.cpu",
     "specdec.backends.cuda",
     "specdec.backends.metal",
-    "specdec.models.qwen3_5",
-    "specdec.models.qwen3_next",
-    "specdec.models.llama",
-    "specdec.models.gemma3",
-    "specdec.models.gemma4",
-    "specdec.models.gpt_oss",
-    "specdec.models.glm4_moe",
-    "specdec.models.deepseek_v3",
+    "specdec.models.families",
 )
 """Built-in modules; they register through the same hooks as third-party plugins."""
 

@@ -31,7 +31,7 @@ from specdec.contract import (
     no_mtp_head,
     no_mtp_pairs,
 )
-from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, ShapeError, StateError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -221,25 +221,12 @@ class TableModel(ForwardPass):
     # --- passes ----------------------------------------------------------------------------------------------------
 
     def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TableState:
-        if not 1 <= capacity <= self.info.max_positions:
-            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        unmet = needs.unmet(self.info)
-        if unmet is not None:
-            raise UnsupportedError(f"a state is asked for {unmet}")
+        self.check_new_state(capacity, needs)
         return TableState(self, capacity, needs)
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if not 0 <= token < self.vocab:
-                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
-
-    def _run(self, state: State, tokens: Sequence[int]) -> tuple[TableState, list[_Point]]:
+    def _run(self, state: State, tokens: Sequence[int], *, decode: bool) -> tuple[TableState, list[_Point]]:
         state = self._own(state)
-        if len(tokens) == 0:
-            raise ShapeError("a pass takes at least one token, got none")
-        self._check_tokens(tokens)
-        if state.length + len(tokens) > state.capacity:
-            raise StateError(f"{state.length} of {state.capacity} tokens are held; {len(tokens)} more do not fit")
+        self.check_pass(state, tokens, decode=decode)
         point, points = state.last, []
         for token in tokens:
             point = self._step(point, int(token))
@@ -247,7 +234,7 @@ class TableModel(ForwardPass):
         return state, points
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        state, points = self._run(state, tokens)
+        state, points = self._run(state, tokens, decode=False)
         self._keep(state, tokens, points)
         self.feed_mtp(state)
         if state.length not in state.marks:
@@ -272,9 +259,7 @@ class TableModel(ForwardPass):
         return TableHidden(np.array(values, np.int64).reshape(-1, self.order + 1))
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        if len(tokens) > self.info.max_rows:
-            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        state, points = self._run(state, tokens)
+        state, points = self._run(state, tokens, decode=True)
         state.provisional, state.fed = points, tuple(tokens)
         return self._output(state, points, len(tokens), HostLogits(self._rows(points)))
 
@@ -323,7 +308,7 @@ class TableModel(ForwardPass):
     def draft_head(self, tokens: Sequence[int]) -> TableHead:
         if self._mtp_logits is None:
             raise no_mtp_head(self.info)
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         return TableHead(tuple(sorted(set(tokens))), self)
 
     def shared_weights(self) -> SharedWeights:
@@ -344,7 +329,7 @@ class TableModel(ForwardPass):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         if not provisional:
             del state.mtp[state.pairs.fed :]
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         points = []
         for token, (*tail, _) in zip(tokens, hidden.array.tolist(), strict=True):
             accumulator = state.mtp[-1] if state.mtp else 1
@@ -360,8 +345,7 @@ class TableModel(ForwardPass):
 
     def rewind(self, state: State, length: int) -> int:
         state = self._own(state)
-        if not 0 <= length <= state.length:
-            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
+        self.check_rewind(state, length)
         state.provisional = None
         if length == state.length:
             return length

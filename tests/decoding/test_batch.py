@@ -13,8 +13,9 @@ from specdec.decoding import batch
 from specdec.decoding.batch import Batch
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter
 from specdec.drafters.first_of import FirstOfDrafter
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.mtp import MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from specdec.drafters.pruned_head import PrunedHeadConfig
 from specdec.models import causal_lm
 from specdec.registry.parts import DrafterPart
 from tests import tiny
@@ -47,7 +48,7 @@ def made(request, checkpoint, make_target):
 
     def drafter(env):
         if env.target.info.mtp_layers:
-            return MtpDrafter(MtpConfig(), env)
+            return MtpDrafter(PrunedHeadConfig(), env)
         if dtype == "float32":
             return by_model(env, smaller(make_target, kernels, dtype))
         return NgramDrafter(NgramConfig(min_order=1))
@@ -220,7 +221,7 @@ def test_a_failure_of_one_leaves_the_others_alone(small):
         running.add(stream)
     for _ in range(4):
         running.tick()
-    streams[1]._sequence.state._capacity = 0  # its next pass has no room
+    streams[1]._sequence.state.capacity = 0  # its next pass has no room
     while running.running:
         running.tick()
     assert list(running.failures) == [streams[1]]

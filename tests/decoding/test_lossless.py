@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from specdec.contract import CycleRecord, Draft, Drafter, Parity
 from specdec.decoding.result import Result
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.mtp import MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from specdec.drafters.pruned_head import PrunedHeadConfig
 from specdec.policies.fixed import MAX_DEPTH
 from tests import tiny
 from tests.drafters import composed
@@ -131,7 +132,7 @@ def raising(case):
                 raise ZeroDivisionError("in observe")
             super().observe(verdict, output, context)
 
-    return Raising(NgramConfig() if not case.env.target.info.mtp_layers else MtpConfig(), case.env)
+    return Raising(NgramConfig() if not case.env.target.info.mtp_layers else PrunedHeadConfig(), case.env)
 
 
 def ngram(case):
@@ -139,7 +140,7 @@ def ngram(case):
 
 
 def mtp(case):
-    return MtpDrafter(MtpConfig(), case.env) if case.env.target.info.mtp_layers else ngram(case)
+    return MtpDrafter(PrunedHeadConfig(), case.env) if case.env.target.info.mtp_layers else ngram(case)
 
 
 DRAFTERS = [

@@ -21,13 +21,14 @@ torch.set_num_threads(1)
 folder, kernels, length = sys.argv[1], sys.argv[2], int(sys.argv[3])
 import pathlib
 from specdec.contract import Context, DrafterEnv
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.pruned_head import PrunedHeadConfig
 target = tiny.make_target(pathlib.Path(folder), kernels=kernels)
 
 def run(length):
     tokens = [(7 * i) % 301 for i in range(length)]
     state = target.new_state(8192)
-    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
+    drafter = MtpDrafter(PrunedHeadConfig(), DrafterEnv(target=target, state=state))
     drafter.prefill(Context(tokens), target.prefill(state, tokens))
     return state
 

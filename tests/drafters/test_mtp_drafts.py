@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract import Context, DrafterEnv, Needs, Verdict
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.pruned_head import PrunedHeadConfig
 from specdec.errors import StateError
 from tests import tiny
 from tests.comparisons import record
@@ -64,7 +65,7 @@ class Run:
         self.tokens = []
 
     def _new_drafter(self):
-        return MtpDrafter(MtpConfig(), DrafterEnv(target=self.target, state=self.state))
+        return MtpDrafter(PrunedHeadConfig(), DrafterEnv(target=self.target, state=self.state))
 
     def prefill(self, tokens, sizes=()):
         """Append a prompt; all but its last token run through the target, in chunks of these sizes, then the rest."""
@@ -214,7 +215,7 @@ def test_a_state_without_mtp_entries_is_refused(make_target):
     state = target.new_state(64)
     target.prefill(state, tokens[:-1])
     state = target.restore(target.snapshot(state), MTP)
-    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
+    drafter = MtpDrafter(PrunedHeadConfig(), DrafterEnv(target=target, state=state))
     with pytest.raises(StateError, match="lacks 9 positions"):
         drafter.propose(Context(tokens), 2)
     target.prefill(state, [tokens[-1]])  # and nothing wrong gets into the cache in other ways

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from specdec.contract import ForwardPass, Needs, PrepareEnv
 from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
-from specdec.drafters.pruned_head import PreparedVocabulary
+from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.pruned_head import PreparedVocabulary, PrunedHeadConfig
 from specdec.errors import ContractError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.testing import TableModel
@@ -23,7 +23,7 @@ KERNELS = tiny.kernels_available()[-1]
 
 ids = st.integers(0, VOCAB - 1)
 configs = st.builds(
-    MtpConfig,
+    PrunedHeadConfig,
     vocabulary=st.just("given"),
     max_miss=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
     max_extra=st.sampled_from([0, 1, 5, 2048]),
@@ -115,7 +115,7 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(checkpoi
     folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     kept = (3, 5, 7)
     for gate in ({}, {"min_confidence": 0.01}):
-        config = MtpConfig(vocabulary="given", max_miss=1.0, max_extra=0, **gate)
+        config = PrunedHeadConfig(vocabulary="given", max_miss=1.0, max_extra=0, **gate)
         for temperature in (0.0, 1.0):
             sampling = {"max_new_tokens": 6, "ignore_eos": True, "banned": kept, "temperature": temperature, "seed": 0}
             session = model_of(folder, target, config, kept, 2).session()
@@ -150,4 +150,4 @@ def test_prepare_with_a_target_that_prunes_nothing(tmp_path):
     file = tmp_path / "v.json"
     DraftVocabulary(tokens=(1,), vocab_size=5).write(file)
     with pytest.raises(UnsupportedError, match="offers no pruned draft head"):
-        mtp.prepare(MtpConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))
+        mtp.prepare(PrunedHeadConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))

@@ -24,7 +24,7 @@ from specdec.contract import (
     no_mtp_head,
     no_mtp_pairs,
 )
-from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, ShapeError, StateError
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -92,32 +92,14 @@ class TransformersPass(ForwardPass):
     # --- states ----------------------------------------------------------------------------------------------------
 
     def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TransformersState:
-        if not 1 <= capacity <= self.info.max_positions:
-            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        unmet = needs.unmet(self.info)
-        if unmet is not None:
-            raise UnsupportedError(f"a state is asked for {unmet}")
+        self.check_new_state(capacity, needs)
         return TransformersState(Text(self.model, needs.boundaries), capacity, needs)
-
-    def _check(self, state: TransformersState, tokens: Sequence[int]) -> None:
-        self._check_tokens(tokens)
-        if state.length + len(tokens) > state.capacity:
-            raise StateError(
-                f"the state holds {state.length} of {state.capacity} tokens; {len(tokens)} more do not fit"
-            )
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if len(tokens) == 0:
-            raise ShapeError("a pass takes at least one token, got none")
-        wrong = [token for token in tokens if not 0 <= token < self.info.vocab_size]
-        if wrong:
-            raise PromptError(f"token id {wrong[0]} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
 
     # --- target passes ---------------------------------------------------------------------------------------------
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
-        self._check(state, tokens)
+        self.check_pass(state, tokens, decode=False)
         state.decoded = None
         whole = self.model.rollback is Rollback.RECOMPUTE
         rows = len(tokens) if whole else PREFILL_ROWS  # RECOMPUTE computes the whole text anyway
@@ -148,9 +130,7 @@ class TransformersPass(ForwardPass):
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
-        if len(tokens) > self.info.max_rows:
-            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        self._check(state, tokens)
+        self.check_pass(state, tokens, decode=True)
         made = state.text.run(tokens, logits=True, keep=False)
         state.decoded = tuple(tokens), made.hidden  # the list is the caller's
         assert made.logits is not None
@@ -204,7 +184,7 @@ class TransformersPass(ForwardPass):
         pairs = state.pairs
         if pairs is None:
             raise no_mtp_pairs(self.info)
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         if len(tokens) != len(hidden):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         chaining = provisional and state.chained is not None
@@ -244,8 +224,7 @@ class TransformersPass(ForwardPass):
 
     def rewind(self, state: State, length: int) -> int:
         state = _own(state)
-        if not 0 <= length <= state.length:
-            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
+        self.check_rewind(state, length)
         text = state.text
         text.drop()
         state.decoded = state.chained = None

@@ -100,14 +100,8 @@ _QWEN_HEAD = {
     "embed_tokens": "mtp.embed_tokens",
     "": "mtp.layers.0",
 }
-_GLM_HEAD = {
-    "eh_proj": "layers.{layer}.eh_proj",
-    "enorm": "layers.{layer}.enorm",
-    "hnorm": "layers.{layer}.hnorm",
-    "shared_head_norm": "layers.{layer}.shared_head.norm",
-    "shared_head_head": "layers.{layer}.shared_head.head",
-    "embed_tokens": "layers.{layer}.embed_tokens",
-    "": "layers.{layer}",
+_GLM_HEAD = {"": "layers.{layer}"} | {
+    name: "layers.{layer}." + name.replace("shared_head_", "shared_head.") for name in _QWEN_HEAD if name
 }
 _EXPERT_KEYS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
 _QWEN_KEYS = {"num_experts": "expert_count", **_EXPERT_KEYS}

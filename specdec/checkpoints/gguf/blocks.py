@@ -60,7 +60,7 @@ class Block:
         return 4 if len(self.numbers) == 16 else 8
 
 
-def _numbers(bits: int) -> Tensor:
+def whole_numbers(bits: int) -> Tensor:
     """What codes that are numbers stand for."""
     return torch.arange(2**bits, dtype=torch.float32)
 
@@ -106,30 +106,20 @@ def _of_two_units(codes: Tensor, scale: Tensor, bias: Tensor, units: Tensor) -> 
     return parts | {"bias": bias.contiguous().view(torch.int8), "bias_unit": -units[:, 1:]}
 
 
-def _with_bias(codes: Tensor, raw: Tensor) -> Parts:
-    """With a scale and a bias in float16 at the beginning."""
-    scales = _f16(raw[:, :4])
-    return {"codes": codes, "scale": scales[:, :1], "bias": scales[:, 1:]}
-
-
 def _q8_0(raw: Tensor) -> Parts:
     return {"codes": raw[:, 2:], "scale": _f16(raw[:, :2])}
 
 
-def _q4_0(raw: Tensor) -> Parts:
-    return {"codes": _pairs(_halves(raw[:, 2:], 32)), "scale": _f16(raw[:, :2])}
+def _of_32(bits: int, *floats: str) -> Callable[[Tensor], Parts]:
+    """Unpacks 32 codes of four or five bits behind a scale, and perhaps a bias, in float16."""
+    at, rest = 2 * len(floats), 2 * len(floats) + 4 * (bits == 5)
 
+    def unpack(raw: Tensor) -> Parts:
+        codes = _halves(raw[:, rest:], 32)
+        codes = codes | _fifth_bits(raw[:, at:rest]) if bits == 5 else _pairs(codes)
+        return {"codes": codes, **dict(zip(floats, torch.split(_f16(raw[:, :at]), 1, 1), strict=True))}
 
-def _q4_1(raw: Tensor) -> Parts:
-    return _with_bias(_pairs(_halves(raw[:, 4:], 32)), raw)
-
-
-def _q5_0(raw: Tensor) -> Parts:
-    return {"codes": _halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6]), "scale": _f16(raw[:, :2])}
-
-
-def _q5_1(raw: Tensor) -> Parts:
-    return _with_bias(_halves(raw[:, 8:], 32) | _fifth_bits(raw[:, 4:8]), raw)
+    return unpack
 
 
 def _q2_k(raw: Tensor) -> Parts:
@@ -178,32 +168,33 @@ def _iq4_xs(raw: Tensor) -> Parts:
 
 
 def _mxfp4(raw: Tensor) -> Parts:
-    return {"codes": _pairs(_halves(raw[:, 1:], 32)), "scale": _E8M0[raw[:, :1].int()]}
+    return {"codes": _pairs(_halves(raw[:, 1:], 32)), "scale": E8M0[raw[:, :1].int()]}
 
 
 _FIFTHS = ((torch.arange(256)[:, None] >> torch.arange(8) & 1) << 4).to(torch.uint8).view(torch.int64).view(-1)
-_BYTES = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)  # two's complement
+BYTES = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)  # two's complement
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
-_E8M0 = torch.tensor([math.ldexp(1.0, code - 127) for code in range(255)] + [math.inf], dtype=torch.float32)
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
+# OCP Microscaling Formats v1.0, section 5.4.1: 255 is NaN; 0 is 2^-127, a float32 subnormal.
+E8M0 = torch.tensor([math.ldexp(1.0, code - 127) for code in range(255)] + [math.nan], dtype=torch.float32)
 
 BLOCKS: Mapping[int, Block] = {
     0: Block("F32", 1, 4),
     1: Block("F16", 1, 2),
-    2: Block("Q4_0", 32, 18, 32, _numbers(4) - 8, _q4_0),
-    3: Block("Q4_1", 32, 20, 32, _numbers(4), _q4_1, (0, 2)),
-    6: Block("Q5_0", 32, 22, 32, _numbers(5) - 16, _q5_0),
-    7: Block("Q5_1", 32, 24, 32, _numbers(5), _q5_1, (0, 2)),
-    8: Block("Q8_0", 32, 34, 32, _BYTES, _q8_0),
-    10: Block("Q2_K", 256, 84, 16, _numbers(4), _q2_k, (80, 82)),
-    11: Block("Q3_K", 256, 110, 16, _numbers(4) - 4, _q3_k, (108,)),
-    12: Block("Q4_K", 256, 144, 32, _numbers(4), _q4_k, (0, 2)),
-    13: Block("Q5_K", 256, 176, 32, _numbers(5), _q5_k, (0, 2)),
-    14: Block("Q6_K", 256, 210, 16, _numbers(6) - 32, _q6_k, (208,)),
-    20: Block("IQ4_NL", 32, 18, 32, _IQ4, _q4_0),
+    2: Block("Q4_0", 32, 18, 32, whole_numbers(4) - 8, _of_32(4, "scale")),
+    3: Block("Q4_1", 32, 20, 32, whole_numbers(4), _of_32(4, "scale", "bias"), (0, 2)),
+    6: Block("Q5_0", 32, 22, 32, whole_numbers(5) - 16, _of_32(5, "scale")),
+    7: Block("Q5_1", 32, 24, 32, whole_numbers(5), _of_32(5, "scale", "bias"), (0, 2)),
+    8: Block("Q8_0", 32, 34, 32, BYTES, _q8_0),
+    10: Block("Q2_K", 256, 84, 16, whole_numbers(4), _q2_k, (80, 82)),
+    11: Block("Q3_K", 256, 110, 16, whole_numbers(4) - 4, _q3_k, (108,)),
+    12: Block("Q4_K", 256, 144, 32, whole_numbers(4), _q4_k, (0, 2)),
+    13: Block("Q5_K", 256, 176, 32, whole_numbers(5), _q5_k, (0, 2)),
+    14: Block("Q6_K", 256, 210, 16, whole_numbers(6) - 32, _q6_k, (208,)),
+    20: Block("IQ4_NL", 32, 18, 32, _IQ4, _of_32(4, "scale")),
     23: Block("IQ4_XS", 256, 136, 32, _IQ4, _iq4_xs),
     30: Block("BF16", 1, 2),
-    39: Block("MXFP4", 32, 17, 32, _E2M1, _mxfp4, ()),
+    39: Block("MXFP4", 32, 17, 32, E2M1, _mxfp4, ()),
     # whole numbers, of which no weight is made
     24: Block("I8", 1, 1),
     25: Block("I16", 1, 2),

@@ -16,13 +16,11 @@ import math
 import attrs
 import torch
 
+from specdec.checkpoints.gguf.blocks import E2M1
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
 from specdec.checkpoints.quantised.scales import EXPONENTS, blocks, check_dtype, load_scales, misfit, tiled, whole
-
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32)  # by nibble; -0 is kept
 
 
 @attrs.frozen(kw_only=True, eq=False)

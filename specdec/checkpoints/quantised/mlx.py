@@ -14,12 +14,12 @@ Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` i
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import attrs
 import torch
 
+from specdec.checkpoints.gguf.blocks import whole_numbers
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.fp4 import Fp4Coding
 from specdec.checkpoints.quantised.fp8 import Fp8Coding
@@ -81,11 +81,6 @@ class MlxNvfp4Coding(Fp4Coding):
 _CODINGS: dict[str, type[Fp4Coding | Fp8Coding]] = {"mxfp4": Fp4Coding, "mxfp8": Fp8Coding, "nvfp4": MlxNvfp4Coding}
 
 
-@functools.cache
-def _unsigned(bits: int) -> torch.Tensor:
-    return torch.arange(2**bits, dtype=torch.float32)
-
-
 def _looks_like(parts: Parts) -> bool:
     return parts.dtype == "U32" and parts.codes.endswith("weight") and "mlx_scale" in parts.roles
 
@@ -112,7 +107,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
         raise misfit(parts, "mlx_bias", f"{list(given)}, as the scales")
     label = f"mlx-affine {bits} bits g{group}"
     return AffineCoding(
-        parts=parts, label=label, shape=shape, grid=grid, bits=bits, meanings=_unsigned(bits), role="mlx_scale"
+        parts=parts, label=label, shape=shape, grid=grid, bits=bits, meanings=whole_numbers(bits), role="mlx_scale"
     )
 
 

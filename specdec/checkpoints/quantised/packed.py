@@ -15,6 +15,7 @@ import functools
 import attrs
 import torch
 
+from specdec.checkpoints.gguf.blocks import BYTES
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
@@ -32,7 +33,6 @@ from specdec.checkpoints.quantised.scales import (
 )
 from specdec.checkpoints.quantised.stored import numbers
 
-_INT8 = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
 _INDEX = ("I32", "I64")
 _BITS = (2, 4, 8)  # widths whose codes never cross a word
 
@@ -109,7 +109,7 @@ def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int, *, pa
         shape=shape,
         grid=grid,
         bits=bits,
-        meanings=signed(bits) if packed else _INT8,
+        meanings=signed(bits) if packed else BYTES,
         packed_offsets=_packed_offsets(parts, shape, grid, bits if packed else 0),
     )
 

@@ -12,11 +12,14 @@ from specdec.errors import CheckpointError
 _ORIGINAL = (
     "the checkpoint in bfloat16 that it was made from, or one in FP8, NVFP4, MXFP4, compressed-tensors or MLX's layout"
 )
-# Last word of the codes tensor's name -> its siblings, and the method.
-_CODES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "qweight": (("qzeros", "scales", "g_idx"), "gptq or awq"),
-    "W_q": (("scale", "zero", "meta"), "hqq"),
-    "codes": (("codebooks", "scales"), "aqlm"),
+# What a tensor of a method is called behind the name of its module, and the module's codes and the method.
+_MARKS: Mapping[str, tuple[str, str]] = {
+    "qweight": ("qweight", "gptq or awq"),
+    "W_q": ("W_q", "hqq"),
+    "codebooks": ("codes", "aqlm"),
+    "SCB": ("weight", "bitsandbytes"),
+    "weight.absmax": ("weight", "bitsandbytes"),
+    "weight._data": ("weight._data", "quanto"),
 }
 
 
@@ -27,32 +30,31 @@ def refusals(
 
     The former by decoded name: the method, and the names in the files of its tensors, codes first.
     """
-    declared = quantisation(checkpoint.config)
-    found: dict[str, tuple[str, list[str]]] = {}  # decoded name -> method, canonical names
+    declared = quantisation(checkpoint.config) or ""
+    found: dict[str, tuple[str, list[str]]] = {}  # by module
+    for module, part in map(_split, names):
+        codes, method = _MARKS.get(part, ("", ""))
+        original = names.get(f"{module}.{codes}")
+        if original is not None and checkpoint.tensors[original].dtype not in FLOATS:
+            known = next((one for one in method.split(" or ") if declared.startswith(one)), method)
+            found[module] = known, [original]
+    left: dict[str, str] = {}
     for name, original in names.items():
-        module, _, last = name.rpartition(".")
-        if last in _CODES and (last != "codes" or f"{module}.codebooks" in names):
-            siblings, method = _CODES[last]
-            for known in ("gptq", "awq"):
-                if last == "qweight" and declared is not None and declared.startswith(known):
-                    method = known
-            found[f"{module}.weight"] = method, [name, *(f"{module}.{word}" for word in siblings)]
-        elif last == "weight" and checkpoint.tensors[original].dtype not in FLOATS:
-            if f"{module}.SCB" in names:
-                found[name] = "bitsandbytes", [name, f"{module}.SCB", f"{module}.weight_format"]
-        elif ".weight." in name:
-            weight = name.partition(".weight.")[0] + ".weight"
-            rest = name.removeprefix(weight + ".")
-            if rest.startswith(("absmax", "quant_map", "nested_", "quant_state")):
-                found.setdefault(weight, ("bitsandbytes", [weight]))[1].append(name)
-            elif rest in ("_data", "_scale", "_shift"):
-                found.setdefault(weight, ("quanto", []))[1].append(name)
-    left = dict(names)
-    taken = {
-        name: (method, tuple(left.pop(part) for part in parts if part in left))
-        for name, (method, parts) in found.items()
-    }
-    return {name: refused for name, refused in taken.items() if refused[1]}, left
+        module, part = _split(name)
+        if module not in found or part == "bias":
+            left[name] = original
+        elif original != found[module][1][0]:
+            found[module][1].append(original)
+    return {f"{module}.weight": (method, tuple(tensors)) for module, (method, tensors) in found.items()}, left
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A tensor's module, and the rest of its name: ``qweight``, or ``weight.absmax``."""
+    module, weight, rest = name.partition(".weight.")
+    if weight:
+        return module, f"weight.{rest}"
+    module, _, rest = name.rpartition(".")
+    return module, rest
 
 
 def refusal(checkpoint: Checkpoint, name: str, method: str) -> CheckpointError:

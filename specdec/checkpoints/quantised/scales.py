@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from specdec.checkpoints.gguf.blocks import E8M0
 from specdec.checkpoints.quantised.parts import FLOATS, Parts
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
 AGAIN = "download the file again; if that does not help, the checkpoint is broken"
 EXPONENTS = ("U8", "F8_E8M0")  # one byte e encodes 2 ** (e - 127)
-# OCP Microscaling Formats v1.0, section 5.4.1: 255 is NaN; 0 is 2^-127, a float32 subnormal.
-E8M0 = torch.tensor([math.ldexp(1.0, e - 127) for e in range(255)] + [math.nan], dtype=torch.float32)
 
 
 @attrs.frozen

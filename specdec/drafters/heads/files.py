@@ -40,28 +40,17 @@ _KIND_BY_TENSOR = (
     ("hidden_norm.weight", DFLASH),
     ("encoder.output_norm_enc.weight", DFLASH),
 )
-# Kinds that are known and not supported, by a part of a tensor's name or of what the config calls the head.
-_MLA, _SANDWICH = "Latent-attention (MLA) EAGLE-3", "Sandwich-norm (Gemma) DSpark"
-_UNSUPPORTED = {
-    "attention_conv.": "DFlash2",
-    "candidate_selector.": "DFlash2",
-    "dflash2": "DFlash2",
-    "prefix_gru.": "Domino",
-    "embed_proj.": "Domino",
-    "domino": "Domino",
-    "aux_hidden_norms.": "Laguna",
-    ".g_proj.": "Laguna",
-    ".kv_a_proj_with_mqa.": _MLA,
-    "Eagle3DeepseekV2ForCausalLM": _MLA,
-    "medusa_": "Medusa",
-    "MedusaModel": "Medusa",
-    ".pre_feedforward_layernorm.": _SANDWICH,
-    "Gemma4DSparkModel": _SANDWICH,
-    "jacobi_mixer.": "XPress",
-    "xpress": "XPress",
-    "transition_scorer.": "LiLiCorr",
-    "lilicorr": "LiLiCorr",
-}
+# Parts of what configs call kinds that are not supported, whose tensors may look like those of one that is.
+_UNSUPPORTED = (
+    "dflash2",
+    "domino",
+    "Eagle3DeepseekV2ForCausalLM",
+    "Gemma4DSparkModel",
+    "lilicorr",
+    "MedusaModel",
+    "medusa_num_heads",
+    "xpress",
+)
 
 _MASK_ROW = "mask_embedding.pt"
 _TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -112,20 +101,12 @@ class HeadFiles:
     def open(cls, model: str, revision: str | None = None, *, kind: str = EAGLE) -> HeadFiles:
         """The head in a folder, or of a hub id, or the embedded model's ("demo") of this ``kind``.
 
-        Raises: CheckpointError as ``locate``, and for pickled weights.
+        Raises: CheckpointError as ``locate`` and ``Checkpoint.open``.
         """
         folder = locate(model, revision=revision) / (kind if model == DEMO else "")
         if model == DEMO and not (folder / "config.json").is_file():
             raise CheckpointError(f"the embedded model has no {kind} head", try_="drafter.model with a head's folder")
-        files = entries(folder)
-        pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-        if pickles and not any(name.endswith(".safetensors") for name in files):
-            raise CheckpointError(
-                f"{folder} has its weights in the pickle {pickles[0]}, which is never opened",
-                try_='a converted copy: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous()'
-                f" for k, v in torch.load('{pickles[0]}', weights_only=True).items()}}, 'model.safetensors')\"",
-            )
-        if _MASK_ROW in files:
+        if _MASK_ROW in entries(folder):
             raise CheckpointError(
                 f"{folder} has {_MASK_ROW} beside the weights, a trained embedding of the mask token, which is not "
                 "supported; a pickle is never opened",
@@ -234,7 +215,7 @@ def is_head(config: Mapping[str, Any]) -> bool:
     """Whether a config.json belongs to a draft head and to no model, as far as the config shows."""
     marks = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config")
     known = any(key in config for key in marks) or any(word in _ARCHITECTURES for word in architectures(config))
-    return known or _unsupported(_called(config)) is not None
+    return known or _unsupported(config) is not None
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -250,13 +231,8 @@ def kind_of(files: HeadFiles) -> str:
         says another kind than the tensors.
     """
     names, config = files.names, files.config
-    if refused := _unsupported([*_called(config), *names]):
-        raise CheckpointError(
-            f"{refused[0]} heads are not supported",
-            folder=files.checkpoint.path,
-            tensor=names.get(refused[1]),
-            try_=_OTHER_HEAD,
-        )
+    if refused := _unsupported(config):
+        raise CheckpointError(f"{refused} heads are not supported", folder=files.checkpoint.path, try_=_OTHER_HEAD)
     said = config.get("speculators_model_type")
     if said is not None and (not isinstance(said, str) or said not in _SPECULATORS):
         raise CheckpointError(f"config.json: 'speculators_model_type' = {shown(said)} is not supported")
@@ -288,13 +264,8 @@ def kind_of(files: HeadFiles) -> str:
     return kind
 
 
-def _called(config: Mapping[str, Any]) -> list[str]:
-    """What a config calls the head."""
-    words = [config.get("speculators_model_type"), config.get("projector_type"), *architectures(config)]
-    return [word for word in [*words, *(key for key in config if key == "medusa_num_heads")] if isinstance(word, str)]
-
-
-def _unsupported(words: Iterable[str]) -> tuple[str, str] | None:
-    """The kind that is known and not supported, and the word that says so."""
-    known = _UNSUPPORTED.items()
-    return next(((kind, word) for word in words for part, kind in known if part in f".{word}"), None)
+def _unsupported(config: Mapping[str, Any]) -> str | None:
+    """What a config calls a head of a kind that is not supported; None for others."""
+    called = [config.get("speculators_model_type"), config.get("projector_type"), *architectures(config), *config]
+    words = (word for word in called if isinstance(word, str))
+    return next((word for word in words if any(part in word for part in _UNSUPPORTED)), None)

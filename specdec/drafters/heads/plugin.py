@@ -13,7 +13,7 @@ import attrs
 
 from specdec.backends.ops import Array
 from specdec.backends.passes import Passes
-from specdec.contract import Drafter, DrafterEnv, DrafterSpec, Needs, PrepareEnv
+from specdec.contract import Drafter, DrafterEnv, DrafterSpec, PrepareEnv
 from specdec.drafters.heads.describe import builder
 from specdec.drafters.heads.drafter import (
     BlockDrafter,
@@ -27,7 +27,7 @@ from specdec.drafters.heads.files import DFLASH, DSPARK, EAGLE, P_EAGLE, HeadFil
 from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.network import Surroundings, load
 from specdec.drafters.heads.refiner import MarkovRefiner, Refiner
-from specdec.drafters.heads.untrained import write_untrained
+from specdec.drafters.heads.untrained import untrained
 from specdec.errors import ConfigError, SpecdecError
 from specdec.hookspecs import hookimpl
 
@@ -55,13 +55,13 @@ def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: P
     """
     kind = EAGLE if name == ANY else name
     with contextlib.ExitStack() as stack:
-        model = config.model
-        if model == RANDOM:  # what is mapped stays readable
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            model = str(write_untrained(folder, kind, env.target.info))
         try:
-            files = HeadFiles.open(model, config.revision, kind=kind)
-            layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
+            if config.model == RANDOM:  # what is mapped stays readable
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                files, layout = untrained(folder, kind, env.target.info)
+            else:
+                files = HeadFiles.open(config.model, config.revision, kind=kind)
+                layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
             if name not in (ANY, layout.kind):
                 raise ConfigError(
                     f"drafter.name is {name!r}, and {config.model} is of the kind {layout.kind!r}",
@@ -102,17 +102,15 @@ def _passes(network: Any, layout: Layout, around: Surroundings) -> Passes | None
     return around.ops.record_passes(run, network.new_caches(1), layout.geometry.hidden)
 
 
-def _make(config: HeadConfig, env: DrafterEnv) -> Drafter:
-    return _DRAFTERS[env.shared.layout.kind](config, env)
-
-
-def _needs(config: HeadConfig, shared: PreparedHead) -> Needs:
-    return shared.around.needs
-
-
 def _spec(name: str, asked: str, refiner: type[Refiner] | None, help: str) -> DrafterSpec:
-    prepared = functools.partial(prepare, asked, refiner)
-    return DrafterSpec(name=name, factory=_make, config=HeadConfig, needs=_needs, prepare=prepared, help=help)
+    return DrafterSpec(
+        name=name,
+        factory=lambda config, env: _DRAFTERS[env.shared.layout.kind](config, env),
+        config=HeadConfig,
+        needs=lambda config, head: head.around.needs,
+        prepare=functools.partial(prepare, asked, refiner),
+        help=help,
+    )
 
 
 @hookimpl
