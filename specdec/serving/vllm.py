@@ -25,7 +25,7 @@ def vllm_command(config: RunConfig, *, names: Sequence[str], host: str, port: in
     Raises: UnsupportedError for a part of the configuration that vLLM has no option for; CheckpointError.
     """
     target, generation = config.target, config.generation
-    _check_options("target", target, TargetConfig(), ("model", "revision", "dtype", "capacity", "source"))
+    _check_options("target", target, TargetConfig(), ("model", "revision", "dtype", "capacity", "sources"))
     _check_options("generation", generation, GenerationConfig(), (*_SAMPLING, "seed"))
     if config.verifier.name not in ("strict", "rejection"):
         raise _no_option(f"verifier.name = {config.verifier.name!r}")

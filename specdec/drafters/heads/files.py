@@ -40,17 +40,17 @@ _KIND_BY_TENSOR = (
     ("hidden_norm.weight", DFLASH),
     ("encoder.output_norm_enc.weight", DFLASH),
 )
-# Parts of what configs call kinds that are not supported, whose tensors may look like those of one that is.
-_UNSUPPORTED = (
-    "dflash2",
-    "domino",
-    "Eagle3DeepseekV2ForCausalLM",
-    "Gemma4DSparkModel",
-    "lilicorr",
-    "MedusaModel",
-    "medusa_num_heads",
-    "xpress",
-)
+# Kinds that are not supported, whose tensors may look like those of one that is, by a part of what configs call them.
+_UNSUPPORTED = {
+    "dflash2": "DFlash2",
+    "domino": "Domino",
+    "Eagle3DeepseekV2ForCausalLM": "Latent-attention (MLA) EAGLE-3",
+    "Gemma4DSparkModel": "Sandwich-norm (Gemma) DSpark",
+    "lilicorr": "LiLiCorr",
+    "MedusaModel": "Medusa",
+    "medusa_num_heads": "Medusa",
+    "xpress": "XPress",
+}
 
 _MASK_ROW = "mask_embedding.pt"
 _TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -267,5 +267,5 @@ def kind_of(files: HeadFiles) -> str:
 def _unsupported(config: Mapping[str, Any]) -> str | None:
     """What a config calls a head of a kind that is not supported; None for others."""
     called = [config.get("speculators_model_type"), config.get("projector_type"), *architectures(config), *config]
-    words = (word for word in called if isinstance(word, str))
-    return next((word for word in words if any(part in word for part in _UNSUPPORTED)), None)
+    words = [word for word in called if isinstance(word, str)]
+    return next((kind for part, kind in _UNSUPPORTED.items() if any(part in word for word in words)), None)

@@ -55,13 +55,14 @@ def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: P
     """
     kind = EAGLE if name == ANY else name
     with contextlib.ExitStack() as stack:
+        overrides = {"layer_ids": config.layer_ids, "fed_back": config.fed_back}
         try:
             if config.model == RANDOM:  # what is mapped stays readable
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                files, layout = untrained(folder, kind, env.target.info)
+                files, layout = untrained(folder, kind, env.target.info, **overrides)
             else:
                 files = HeadFiles.open(config.model, config.revision, kind=kind)
-                layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
+                layout = read_layout(files, **overrides)
             if name not in (ANY, layout.kind):
                 raise ConfigError(
                     f"drafter.name is {name!r}, and {config.model} is of the kind {layout.kind!r}",

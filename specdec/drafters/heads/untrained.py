@@ -20,8 +20,10 @@ from specdec.models.weights import NoOps, Recorder
 HEAD_DIM, BLOCK, RANK = 64, 8, 16
 
 
-def untrained(folder: Path, kind: str, info: ModelInfo, *, seed: int = 0) -> tuple[HeadFiles, Layout]:
-    """Write a head of this kind with random weights: one layer, the target's vocabulary."""
+def untrained(
+    folder: Path, kind: str, info: ModelInfo, *, layer_ids: str, fed_back: str, seed: int = 0
+) -> tuple[HeadFiles, Layout]:
+    """Write a head of this kind with random weights: one layer, the target's vocabulary; overrides as ``read_layout``."""
     hidden = info.hidden_size
     dim = min(HEAD_DIM, 2 * max(1, hidden // 2))
     heads = max(1, hidden // dim)
@@ -32,12 +34,13 @@ def untrained(folder: Path, kind: str, info: ModelInfo, *, seed: int = 0) -> tup
         kind=kind,
         source="specdec",
         geometry=Geometry(hidden=hidden, intermediate=2 * hidden, attention=attention, eps=1e-6, windows=(None,)),
-        states=States(ids=ids, count=len(ids), shift=0),
+        states=States(ids=ids, count=len(ids), shift=int(layer_ids == "layer")),
         target_hidden=hidden,
         target_vocab=info.vocab_size,
         draft_vocab=info.vocab_size,
         own_embedding=False,
         own_head=False,
+        norm_output=fed_back == "normed",
         mask_token=None if kind == EAGLE else 0,
         block_size=BLOCK if kind in (DFLASH, DSPARK) else 0,
         from_anchor=refined,

@@ -398,12 +398,16 @@ def _any_route(bench: Bench, rows: int, number: int) -> Call:
 
 
 FEW, NEVER = 9, [2, 5, 8]  # experts, and those that are never chosen
-SHAPES = ((19, LENGTH), (19, LENGTH), (LENGTH, 19))
+
+
+def _shapes() -> tuple[tuple[int, int], ...]:
+    """Of an expert's three matrices."""
+    return (19, LENGTH), (19, LENGTH), (LENGTH, 19)
 
 
 def _experts(bench: Bench) -> list[Drawn]:
     """Stacks of three matrices of every expert; those of experts that are never chosen hold NaN."""
-    stacks = [bench.normal(FEW, *shape, scale=1 / 3) for shape in SHAPES]
+    stacks = [bench.normal(FEW, *shape, scale=1 / 3) for shape in _shapes()]
     for values in stacks:
         values[NEVER] = torch.nan
     return [*map(bench.stack, stacks)]
@@ -416,7 +420,7 @@ def _moe(bench: Bench, rows: int, number: int) -> Call:
     routing = Routing(top_k=3, scores="sigmoid", normalised=True, scale=1.5)
     ids, weights = (bench.drawn(one, by_row=True) for one in bench.ops.route(x.array, router.array, routing, bias))
     expect(not np.isin(ids.values, NEVER).any(), "route chose an expert with a bias of -10", got=ids.values)
-    shared = [bench.matrix(*shape, scale=1 / 3) for shape in SHAPES] if number % 3 else []
+    shared = [bench.matrix(*shape, scale=1 / 3) for shape in _shapes()] if number % 3 else []
     gate = [bench.matrix(1, LENGTH, scale=1 / 3)] if number % 3 == 2 else []
 
     def run(ops: Ops, x: Any, ids: Any, weights: Any, residual: Any, *matrices: Any) -> Any:
@@ -444,7 +448,7 @@ def _clamped_moe(bench: Bench, rows: int, number: int) -> Call:
         bench.matrix(FEW, LENGTH, scale=1 / 3),
         bench.drawn(bench.ops.vector(logits)),
         *_experts(bench),
-        *(bench.vector(FEW, size, scale=0.5) for size, _ in SHAPES),
+        *(bench.vector(FEW, size, scale=0.5) for size, _ in _shapes()),
         roundings=8,
         terms=2000,
         magnitude=lambda results, *_: results[0].abs().amax(-1, keepdim=True),
