@@ -55,14 +55,13 @@ def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: P
     """
     kind = EAGLE if name == ANY else name
     with contextlib.ExitStack() as stack:
-        overrides = {"layer_ids": config.layer_ids, "fed_back": config.fed_back}
         try:
             if config.model == RANDOM:  # what is mapped stays readable
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                files, layout = untrained(folder, kind, env.target.info, **overrides)
+                files, layout = untrained(folder, kind, env.target.info, config.layer_ids, config.fed_back)
             else:
                 files = HeadFiles.open(config.model, config.revision, kind=kind)
-                layout = read_layout(files, **overrides)
+                layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
             if name not in (ANY, layout.kind):
                 raise ConfigError(
                     f"drafter.name is {name!r}, and {config.model} is of the kind {layout.kind!r}",

@@ -21,9 +21,9 @@ HEAD_DIM, BLOCK, RANK = 64, 8, 16
 
 
 def untrained(
-    folder: Path, kind: str, info: ModelInfo, *, layer_ids: str, fed_back: str, seed: int = 0
+    folder: Path, kind: str, info: ModelInfo, layer_ids: str, fed_back: str, *, seed: int = 0
 ) -> tuple[HeadFiles, Layout]:
-    """Write a head of this kind with random weights: one layer, the target's vocabulary; overrides as ``read_layout``."""
+    """Write a head of this kind with random weights: one layer, the target's vocabulary; overrides as for a layout."""
     hidden = info.hidden_size
     dim = min(HEAD_DIM, 2 * max(1, hidden // 2))
     heads = max(1, hidden // dim)

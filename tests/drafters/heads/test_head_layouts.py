@@ -248,9 +248,9 @@ REFUSED = {
     "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden belongs .* 'p_eagle'"),
     "unknown speculators type": ("eagle3", change(speculators_model_type="eagle9"), "eagle9"),
     "DFlash2": ("eagle3", tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)), "is not used by"),
-    "LiLiCorr": ("eagle3", change(architectures=["lilicorr"]), "lilicorr heads are not"),
-    "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "DeepseekV2ForCausalLM heads"),
-    "Medusa": ("eagle3", change(medusa_num_heads=4), "medusa_num_heads"),
+    "LiLiCorr": ("eagle3", change(architectures=["lilicorr"]), "LiLiCorr heads are not"),
+    "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "Latent-attention"),
+    "Medusa": ("eagle3", change(medusa_num_heads=4), "Medusa"),
     "speculators' MTP": (
         "eagle3",
         both(
