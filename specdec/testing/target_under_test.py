@@ -59,9 +59,10 @@ class TargetUnderTest:
     def _drawn(self, count: int) -> list[int]:
         """Three in four tokens come from a small set, the rest from the whole vocabulary."""
         rng, vocab = np.random.default_rng(count), self.info.vocab_size
-        common = [0, vocab - 1, *rng.integers(0, vocab, 20)]
+        common = np.unique([0, vocab - 1, *((number * 2654435761 + 1) % vocab for number in range(20))])
+        rare = np.unique(np.linspace(0, vocab - 1, min(vocab, 100)).astype(np.int64))
         often = rng.integers(0, 4, count) > 0
-        drawn: list[int] = np.where(often, rng.choice(common, count), rng.integers(0, vocab, count)).tolist()
+        drawn: list[int] = np.where(often, rng.choice(common, count), rng.choice(rare, count)).tolist()
         return drawn
 
     def needs(self) -> list[Needs]:
