@@ -500,6 +500,16 @@ def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str
         specdec.load(str(file))
 
 
+def test_a_tensor_that_leaves_a_gap_is_refused(tmp_path: Path, whole: bytes) -> None:
+    """Its type or shape is not what was written."""
+    at = whole.index(name := b"blk.0.attn_norm.weight") + len(name) + 12
+    assert whole[at : at + 4] == bytes(4)  # F32
+    file = tmp_path / "one.gguf"
+    file.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
+    with pytest.raises(CheckpointError, match=f"leaves [0-9]+ bytes out between '{name.decode()}' and"):
+        specdec.load(str(file))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -9,6 +9,19 @@ from pathlib import Path
 import attrs
 import torch
 
+_before_fork = 0  # torch's threads in the process that this one was forked from
+
+
+def _forked() -> None:
+    """Keep torch to one thread: its pool does not survive a fork, and the next large operation would wait for it."""
+    global _before_fork
+    _before_fork = max(_before_fork, torch.get_num_threads())
+    torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 
 @attrs.define
 class Threads:
@@ -24,7 +37,7 @@ class Threads:
 
     def count(self) -> int:
         """Threads of the next pass; follows ``torch.set_num_threads`` unless a number was chosen."""
-        return self.chosen or min(torch.get_num_threads(), self.given)
+        return self.chosen or min(max(torch.get_num_threads(), _before_fork), self.given)
 
 
 def given_processors(root: Path = Path("/")) -> int:

@@ -166,7 +166,7 @@ class _Parser:
             if name in found:
                 raise self._error(f"has the tensor {shown(name)} twice")
             found[name] = self._tensor(name, shape, kind, start, offset, alignment)
-        self._check_apart(found)
+        self._check_places(found, start, alignment)
         return metadata, found
 
     def _check_version(self) -> None:
@@ -217,12 +217,14 @@ class _Parser:
         stored = (*shape[:-1], shape[-1] // block.values * block.bytes) if block.group else shape
         return GgufTensor(self.path, block.name, stored, start + offset, start + offset + size)
 
-    def _check_apart(self, tensors: Mapping[str, GgufTensor]) -> None:
-        """Refuse tensors that share bytes."""
-        last, end = "", 0
+    def _check_places(self, tensors: Mapping[str, GgufTensor], start: int, alignment: int) -> None:
+        """Refuse tensors that share bytes, or leave some out: they have another type or shape than the file says."""
+        last, end = "", start
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
             if tensor.start < end:
                 raise self._error(f"puts the tensors {shown(last)} and {shown(name)} into the same bytes")
+            if tensor.start - end >= alignment:
+                raise self._error(f"leaves {tensor.start - end} bytes out between {shown(last)} and {shown(name)}")
             last, end = name, tensor.stop
 
     # --- values -----------------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: P
     with contextlib.ExitStack() as stack:
         try:
             if config.model == RANDOM:  # what is mapped stays readable
+                if config.revision is not None:
+                    raise ConfigError(f"the revision {config.revision!r} is not used: the head is made here")
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 files, layout = untrained(folder, kind, env.target.info, config.layer_ids, config.fed_back)
             else:

@@ -51,8 +51,9 @@ def test_more_threads_than_processors_are_said():
 BUSY = """
 import os, threading, time
 import specdec
-lm = specdec.load(threads=2)
-tokens = lm.generate("def f(", max_new_tokens=24).tokens
+lm = specdec.load(threads=2, depth=2)
+prompt = "def f(a, b):\\n" * 60  # torch copies the head's keys of so many rows with a pool of its own
+tokens = lm.generate(prompt, max_new_tokens=24).tokens
 def generate():
     while True:
         lm.generate("def add(a, b):", max_new_tokens=32)
@@ -62,7 +63,7 @@ for _ in range(4):
     time.sleep(0.05)
     child = os.fork()
     if child == 0:
-        os._exit(0 if lm.generate("def f(", max_new_tokens=24).tokens == tokens else 1)
+        os._exit(0 if lm.generate(prompt, max_new_tokens=24).tokens == tokens else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 os._exit(0)
 """

@@ -321,6 +321,11 @@ def test_a_head_of_another_target_is_refused_with_both_figures(size, said):
         spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
 
 
+def test_a_revision_of_an_untrained_head_is_refused():
+    with pytest.raises(SpecdecError, match="revision 'x' is not used"):
+        specdec.load(drafter={"name": "eagle3", "model": "random", "revision": "x"})
+
+
 def test_boundaries_that_the_target_has_not_are_refused(tmp_path):
     folder = edited("eagle3", tmp_path / "head", change(eagle_aux_hidden_state_layer_ids=[1, 2, 30]))
     with pytest.raises(SpecdecError, match=r"boundaries \[1, 2, 30\], and this target has the boundaries 0 to 8"):
