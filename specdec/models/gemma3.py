@@ -41,11 +41,12 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     sliding = fields.sliding_layers(common["layers"], fields.whole("sliding_window_pattern", 6))
     dim = shape.head_dim
     rope = local.rope(dim, 1e4)[0] if local else Rope.of(fields.real("rope_local_base_freq", 1e4), dim)
-    own = {"rope": rope, "scale": scale, "window": fields.whole("sliding_window")} if sliding else {}
     return DecoderConfig(
         **common,
         attention=shape,
-        alternate=attrs.evolve(shape, **own) if sliding else None,
+        alternate=attrs.evolve(shape, rope=rope, scale=scale, window=fields.whole("sliding_window"))
+        if sliding
+        else None,
         alternate_layers=sliding,
         intermediate_size=fields.whole("intermediate_size"),
         embed_scale=common["hidden_size"] ** 0.5,
