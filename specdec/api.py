@@ -42,8 +42,9 @@ def load(
     Args:
         model: a folder, a hub id, or "demo" (the embedded model, the default). A ``pathlib.Path`` is a folder.
         config: a complete configuration (``specdec.load_config``); the other arguments override it.
-        drafter: a name, or a mapping with ``name`` and the plugin's options. The default is the checkpoint's MTP head
-            if it has one, else "ngram". With ``model`` and no name, that draft model where "ngram" finds no long match.
+        drafter: a name, or a mapping with ``name`` and the plugin's options. The default is "ngram" alone, or, if the
+            checkpoint has an MTP head, for long matches, and the head elsewhere; with ``model`` and no name, that draft
+            model in place of the head.
         verifier: likewise; the default is "strict".
         depth: tokens to draft per cycle (policy "fixed"), or a policy like the two above. The default is "adaptive"
             if the depth cannot change the output, else "fixed" at depth 2, with the reason in a notice.

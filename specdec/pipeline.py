@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
-LOOK_UP = Choice("ngram", {"min_order": 4})  # in front of a draft model
+LOOK_UP = Choice("ngram", {"min_order": 4})  # in front of an MTP head or a draft model
 
 
 def build(config: RunConfig) -> LanguageModel:
@@ -88,17 +88,21 @@ def build(config: RunConfig) -> LanguageModel:
 def resolved(choice: Choice, head: bool | None = None) -> Choice:
     """The drafter that ``drafter.name = "auto"`` stands for; another choice as it is.
 
-    A draft model without a drafter's name is asked where a look-up, which costs nothing, finds no long match.
+    An MTP head, or a draft model without a drafter's name, is asked where a look-up, which costs nothing, finds no long
+    match.
 
     Args:
         head: whether the target has an MTP head; None if that is not known yet, and then "auto" may stay.
     """
     if choice.drafts_with_a_model:
         model = Choice("draft_model", choice.options, sources={"": "drafter"})  # its keys are written in that table
-        return Choice("first_of", {"drafters": (LOOK_UP, model)}, sources=choice.sources)
-    if choice.name != "auto" or head is None:
+    elif choice.name != "auto" or head is None:
         return choice
-    return Choice("mtp" if head else "ngram", sources={"drafter.name": "drafter = auto"})
+    elif not head:
+        return Choice("ngram", sources={"drafter.name": "drafter = auto"})
+    else:
+        model = Choice("mtp", sources={"": "drafter"})
+    return Choice("first_of", {"drafters": (LOOK_UP, model)}, sources=choice.sources)
 
 
 def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:

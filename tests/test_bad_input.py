@@ -57,7 +57,7 @@ def test_the_sound_checkpoint_loads(folder):
     """Otherwise every test below could pass for another reason."""
     lm = specdec.load(str(folder))
     assert lm.generate("the", max_new_tokens=4, ignore_eos=True).finish_reason == "length"
-    assert lm.drafter.spec.name == "mtp"
+    assert lm.drafter.title == "ngram, mtp"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

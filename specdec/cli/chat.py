@@ -143,7 +143,7 @@ class Chat:
         runs = f"{info.family}, computes in {info.dtype} on {info.device or info.backend}, {lm.capacity} tokens"
         return [
             ("model", f"{self._config.target.model}: {runs}"),
-            ("drafter", f"{lm.drafter.spec.name}, {lm.depth.spec.name} depth{depth}"),
+            ("drafter", f"{lm.drafter.title}, {lm.depth.spec.name} depth{depth}"),
             ("output", promise(lm.verifier.guarantee.value, info.parity.value)),
         ]
 

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from specdec.config import Choice
-from specdec.contract import ForwardPass, Needs
+from specdec.contract import Context, Draft, ForwardPass, Guarantee, Logits, Needs, Verdict, Verifier
 from specdec.decoding.cycle import run_cycle
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import RunStats
@@ -167,15 +167,32 @@ def _warm_up_head(target: ForwardPass, rows: int) -> None:
         target.prefill_mtp(state, [0] * count, hidden[:count])
 
 
-class _Measured:
-    """Cycles over one prompt; rewinds to its end when the session is full.
+class _Unrepeated(Verifier):
+    """Verifies as ``strict`` does, since a table holds for every verifier, and rejects for a token that is new.
 
-    They are verified by ``strict``, since a table holds for every verifier, and the user's own sees generations only.
+    A look-up finds no match in such a text, so a chain of drafters is priced by the model that drafts elsewhere.
     """
 
+    guarantee = Guarantee.EXACT
+
+    def __init__(self, vocab_size: int) -> None:
+        self._strict, self._size = make_verifier(Choice("strict")), min(vocab_size, 1000)
+
+    def token(self, position: int) -> int:
+        return (7 * position + 3) % self._size
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        self._strict.verify(draft, logits, context)
+        return Verdict(0, self.token(len(context)))
+
+
+class _Measured:
+    """Cycles over one prompt; rewinds to its end when the session is full."""
+
     def __init__(self, lm: Parts, context: int) -> None:
-        self._session = Session(attrs.evolve(lm, verifier=make_verifier(Choice("strict"))))
-        self._session.feed([(7 * i + 3) % min(lm.info.vocab_size, 1000) for i in range(context)])
+        verifier = _Unrepeated(lm.info.vocab_size)
+        self._session = Session(attrs.evolve(lm, verifier=verifier))
+        self._session.feed([verifier.token(position) for position in range(context)])
         self._stats = RunStats()
         prefill(self._session.sequence, self._stats)
         self._context, self._capacity = context, lm.capacity

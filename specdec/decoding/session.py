@@ -401,6 +401,6 @@ class LanguageModel(Parts):
         return tokens
 
     def __repr__(self) -> str:
-        info, drafter = self.info, f"drafter {self.drafter.spec.name}, depth policy {self.depth.spec.name}"
+        info, drafter = self.info, f"drafter {self.drafter.title}, depth policy {self.depth.spec.name}"
         promise = f"verifier {self.config.verifier.name}, {info.parity.value} parity"
         return f"<LanguageModel {self.config.target.model} ({info.family}, {info.dtype}), {drafter}, {promise}>"

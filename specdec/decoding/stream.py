@@ -85,7 +85,7 @@ class Stream:
         self._alone = alone
         self.prediction = prediction
         self._depth = depth  # in place of the policy's
-        self._stats = RunStats(drafter=lm.drafter.spec.name)
+        self._stats = RunStats(drafter=lm.drafter.title)
         self._decoder = IncrementalDecoder(lm.tokenizer)
         self._matcher = StopMatcher(settings.stop)
         self._stop_ids = frozenset() if settings.ignore_eos else frozenset(lm.tokenizer.eos_ids)

@@ -179,7 +179,7 @@ class Measurement(Generations):
         lm, generation = self._lm, self._generation
         return {
             "environment": self._environment,
-            "drafter": lm.drafter.spec.name,
+            "drafter": lm.drafter.title,
             "verifier": lm.config.verifier.name,
             "guarantee": lm.verifier.guarantee.value,
             "max_new_tokens": generation.max_new_tokens,

@@ -30,7 +30,6 @@ LASTING = 32  # cycles after which speculation counts as lasting
 OPENING = 2  # cycles of each depth tried at the start if nothing was measured
 TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
 HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
-PACE = 16  # cycles over which the rate of a whole chain is averaged
 # the budget
 SHARE = 0.03  # of the decoding time so far that drafting may lose against plain decoding
 GRANT = 6.0  # plain cycles that it may lose in any case
@@ -282,7 +281,7 @@ class AdaptivePolicy(DepthPolicy):
             for one in self._drafters.values():
                 one.idle(-last._quiet, -last._quiet)
                 one.begin()
-        self._tokens = self._seconds = 0.0  # decayed sums, at the table's load
+        self._tokens = self._seconds = 0.0  # of this generation, at the table's load
         self._asked: dict[str, int] = {}  # the depths that a chain asked for in this cycle
 
     def _of(self, drafter: str) -> DrafterDepth:
@@ -330,8 +329,8 @@ class AdaptivePolicy(DepthPolicy):
         if cycle.depth:
             excused = drafting.rates.spent_catching_up(cycle) if drafting is not None else 0.0
             self._budget.charge(self._passes.loss(cycle, plain) - excused)
-        self._tokens += len(cycle.emitted) - self._tokens / PACE
-        self._seconds += seconds / self._passes.load - self._seconds / PACE
+        self._tokens += len(cycle.emitted)
+        self._seconds += seconds / self._passes.load
         pace = self._tokens / self._seconds if len(self._drafters) > 1 and self._seconds else 0.0
         for name, one in self._drafters.items():
             if drafting is None or drafting is one:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import attrs
@@ -64,6 +65,12 @@ class DrafterPart(_Part):
     kind = Kind.DRAFTER
     table = "drafter"
     spec: DrafterSpec
+
+    @property
+    def title(self) -> str:
+        """Its name; of a chain, the names of its drafters in the order they are asked."""
+        parts = self.shared if isinstance(self.shared, Mapping) else {}
+        return ", ".join(name for name, part in parts.items() if isinstance(part, DrafterPart)) or self.spec.name
 
     @property
     def needs(self) -> Needs:

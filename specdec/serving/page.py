@@ -67,7 +67,7 @@ def described(lm: Parts, name: str) -> dict[str, str]:
     if (guarantee, info.parity.value) == ("exact", "bitwise"):
         promise += ": the tokens are those of plain decoding, bit for bit"
     return {
-        "about": f"{name}: drafter {lm.drafter.spec.name}, verifier {lm.config.verifier.name}, on "
+        "about": f"{name}: drafter {lm.drafter.title}, verifier {lm.config.verifier.name}, on "
         f"{info.device or info.backend}",
         "promise": f"{promise}.",
     }

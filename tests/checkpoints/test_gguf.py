@@ -189,7 +189,7 @@ def test_a_side_file_drafts_as_the_whole_file_does(tmp_path: Path, family: str, 
     for model, head in ((trunk, side), (trunk, whole), (whole, side), (folder, side)):
         lm = with_head(model, head)
         assert drafts(lm.target, tokens) == expected
-        assert lm.drafter.spec.name == "mtp"
+        assert lm.drafter.title == "ngram, mtp"
         assert f"from {head}" in specdec.inspect_checkpoint(str(model), mtp=str(head)).mtp
 
 

@@ -69,7 +69,7 @@ def test_a_head_drafts_alike_wherever_it_lies(family, tmp_path):
         assert str(path) in specdec.inspect_checkpoint(str(stripped), mtp=str(path)).mtp
     save_file(head, stripped / "mtp.safetensors")
     lm = loaded(stripped)
-    assert lm.drafter.spec.name == "mtp"
+    assert lm.drafter.title == "ngram, mtp"
     assert drafts(lm) == wanted
     assert any("mtp.safetensors" in notice for notice in lm.notices)
     report = specdec.inspect_checkpoint(str(stripped))
@@ -221,4 +221,4 @@ def test_a_mutated_head_is_used_or_says_why_and_never_changes_the_output(seeds, 
         result = lm.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
         assert result.tokens == plain, (seed, mutant.what)
         assert any("MTP" in notice for notice in result.notices), (seed, mutant.what)
-        assert lm.drafter.spec.name == ("mtp" if lm.info.mtp_layers else "ngram")
+        assert lm.drafter.title == ("ngram, mtp" if lm.info.mtp_layers else "ngram")

@@ -24,7 +24,7 @@ def test_tables_for_people(accept):
     assert done.exit_code == 0, done.stderr
     text = " ".join(done.stdout.split())
     for part in (
-        "drafter mtp at depth 2, greedy, verifier strict",
+        "drafter ngram, mtp at depth 2, greedy, verifier strict",
         "5 prompts, 2 of them in the chat template, at most 8 tokens each",
         "class position offered reached accepted cond. cumul. interval",
         "Conditional = accepted / reached: right, given that the tokens before were.",

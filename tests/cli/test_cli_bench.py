@@ -94,7 +94,7 @@ def test_tables_for_people_and_reasons_of_many_runs_as_one_note(bench, monkeypat
     assert done.exit_code == 0, done.stderr
     text = " ".join(done.stdout.split())
     for part in (
-        "drafter mtp, depth fixed, verifier strict, greedy",
+        "drafter ngram, mtp, depth fixed, verifier strict, greedy",
         "2, 8 tokens each, 1 A B B A round",
         "All runs of every prompt gave the same tokens.",
         "verify 2 rows",

@@ -203,7 +203,7 @@ def test_answers_go_to_stdout_and_everything_else_to_stderr(chat, demo):
     told = " ".join(done.stderr.split())
     for part in (
         f"model demo: qwen3_5, computes in {demo.info.dtype} on",
-        "drafter mtp, fixed depth",
+        "drafter ngram, mtp, fixed depth",
         "output the tokens of plain decoding (exact, with bitwise parity)",
         "/help lists the commands",
     ):
@@ -218,8 +218,8 @@ SAID = {
     ),
     "turns": (
         "One\nTwo\n/stats\n/rewind\n/rewind 1\n/rewind",
-        "turns 2, ; accepted ; ran through the model; speculation active, drafter mtp; 1 turn left 0 turns left; "
-        "StateError: rewind takes nothing: there is no turn yet",
+        "turns 2, ; accepted ; ran through the model; speculation active, drafter ngram, mtp; 1 turn left "
+        "0 turns left; StateError: rewind takes nothing: there is no turn yet",
     ),
     "files": (
         "One\nTwo\n/save a b\n/save a b\n/save junk\n/rewind\n/load a b\n/save! junk\n/save junk",

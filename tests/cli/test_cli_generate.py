@@ -25,9 +25,9 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, asked):
     for text in (
         "tokens/s: 24 tokens",
         "the tokens of plain decoding (exact",
-        f"{sum(stats['accepted'])} of {sum(stats['offered'])} drafted tokens kept (mtp)",
+        f"{sum(stats['accepted'])} of {sum(stats['offered'])} drafted tokens kept (ngram, mtp)",
         "prefill ",
-        "active, drafter mtp",
+        "active, drafter ngram, mtp",
         "exact, with bitwise parity",
         "note: [not markup] slow kernels",
     ):

@@ -103,5 +103,5 @@ def test_objects_are_readable(lm):
     result = lm.generate("<b>x</b>", max_new_tokens=12)
     for made in (lm, result, result.stats):
         assert len(repr(made)) < 500
-    assert "mtp" in repr(lm)
+    assert "drafter ngram, mtp," in repr(lm)
     assert "exact, with bitwise parity" in repr(result)

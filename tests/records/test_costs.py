@@ -113,6 +113,12 @@ def test_measuring_prices_every_depth_and_changes_nothing(demo):
     assert demo.generate("def add", max_new_tokens=24, ignore_eos=True).tokens == before.tokens
 
 
+def test_a_chain_is_priced_by_its_model():
+    """The measured text never repeats, so a look-up drafts nothing there."""
+    lm = specdec.load("demo", drafter={"name": "ngram", "min_order": 4}, depth=1)
+    assert measure_costs(lm, budget_s=float("inf")).draft == {0: 0.0}
+
+
 def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(demo):
     table = measure_costs(demo, budget_s=0.0)
     assert sorted(table.verify) == [1, 9]
