@@ -5,7 +5,7 @@ Run it with ``python examples/chained_drafters.py``.
 
 import specdec
 
-LOOK_UP = {"name": "ngram", "min_order": 4}
+LOOK_UP = {"name": "ngram", "min_order": 4, "max_order": 4}
 CHAIN = {"name": "first_of", "drafters": [LOOK_UP, {"name": "mtp"}]}
 PROMPTS = {"repeating": "one two three four\n" * 6, "fresh": "The first railway in the region"}
 settings = {"max_new_tokens": 48, "ignore_eos": True}

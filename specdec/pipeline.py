@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
-LOOK_UP = Choice("ngram", {"min_order": 4})  # in front of an MTP head or a draft model
+LOOK_UP = Choice("ngram", {"min_order": 4, "max_order": 4})  # in front of an MTP head or a draft model
 
 
 def build(config: RunConfig) -> LanguageModel:

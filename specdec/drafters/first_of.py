@@ -158,19 +158,18 @@ class FirstOfDrafter(Drafter):
 
 
 def _declared(output: ForwardOutput, needs: Needs, *, prompt: bool = False) -> ForwardOutput:
-    """The part of ``output`` that ``needs`` requests: the pass served all drafters of the chain at once."""
+    """The rows and boundaries that ``needs`` requests: the pass served all drafters of the chain at once."""
     last = prompt and needs.prompt_rows == "last"
+    if not last and tuple(output.boundaries) == needs.boundaries:
+        return output
 
     def rows(hidden: Hidden) -> Hidden:
         return hidden[-1:] if last else hidden
 
-    boundaries = output.boundaries
-    if last or tuple(boundaries) != needs.boundaries:
-        boundaries = {at: rows(boundaries[at]) for at in needs.boundaries}
     return attrs.evolve(
         output,
-        hidden=rows(output.hidden) if needs.final_hidden and output.hidden is not None else None,
-        boundaries=boundaries,
+        hidden=None if output.hidden is None else rows(output.hidden),
+        boundaries={at: rows(output.boundaries[at]) for at in needs.boundaries},
     )
 
 
