@@ -42,14 +42,19 @@ BYTE_TOKENS = 200  # vocabulary size; random weights work with any tokens
 # --- a script --------------------------------------------------------------------------------------------------------
 
 
-def arguments(doc: str | None, what: Sequence[str] = (), **defaults: Any) -> argparse.Namespace:
+def arguments(
+    doc: str | None, what: Sequence[str] = (), *, paths: Sequence[str] = (), **defaults: Any
+) -> argparse.Namespace:
     """Parse options from their defaults, and ``--json FILE`` if ``doc`` names it.
 
-    A list takes several values, a tuple one of its own, ``None`` a path; the first argument is one of ``what``, if any.
+    A list takes several values, a tuple one of its own, ``None`` a path; the first argument is one of ``what``, if any,
+    and ``paths`` follow it.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if what:
         parser.add_argument("what", choices=what)
+    for name in paths:
+        parser.add_argument(name, type=Path)
     for name, default in (defaults | ({"json": None} if "--json" in (doc or "") else {})).items():
         first = default[0] if isinstance(default, list | tuple) else default
         kind: Any = Path if first is None else type(first)

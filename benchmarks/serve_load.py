@@ -100,11 +100,6 @@ def threads_and_files(pid: int) -> int:
     return process.num_threads() + process.num_fds()
 
 
-def post(host: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of an answer."""
-    return call(host, "POST", CHAT, body)
-
-
 def streamed(answer: bytes) -> str:
     """The text of a stream of events."""
     chunks = [json.loads(line[6:]) for line in answer.decode().split("\n\n") if line.startswith("data: {")]
@@ -130,7 +125,7 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
             if name == "direct":
                 return lm.generate(messages=messages, max_new_tokens=count, **settings).text
             asked = {"messages": messages, "max_tokens": count, "stream": True, **settings}
-            return streamed(post(host, json.dumps(asked).encode())[1])
+            return streamed(call(host, "POST", CHAT, json.dumps(asked).encode())[1])
 
         for repeat in range(repeats + 1):  # the first round warms up
             for key in times if repeat % 2 == 0 else reversed(times):
@@ -193,7 +188,7 @@ class Client(threading.Thread):
     def _compare(self) -> None:
         key = self.random.choice(list(self.expected))
         stream = self.random.random() < 0.7
-        status, answer = post(self.host, self._body(key, stream=stream))
+        status, answer = call(self.host, "POST", CHAT, self._body(key, stream=stream))
         if status == 429:
             self.counts["queue_full"] += 1
             return
@@ -212,7 +207,7 @@ class Client(threading.Thread):
 
     def _spoil(self) -> None:
         with contextlib.suppress(ConnectionError):  # of a body that is refused before it is read
-            status, _ = post(self.host, self.random.choice(MALFORMED))
+            status, _ = call(self.host, "POST", CHAT, self.random.choice(MALFORMED))
             assert status in (400, 413, 429), status
         self.counts["malformed"] += 1
 

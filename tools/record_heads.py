@@ -99,20 +99,19 @@ def about(kind: str) -> SpeculatorsConfig:
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights that spread the logits; norms that scatter around 1."""
     draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 1 and "norm" in name:
-                weight.copy_(1 + 0.4 * torch.randn(weight.shape, generator=draw))
-            elif weight.ndim == 1:
-                weight.copy_(0.5 * torch.randn(weight.shape, generator=draw))
-            else:
-                spread = 2.0 if "embed" in name or "lm_head" in name else 1.3
-                weight.copy_(spread * torch.randn(weight.shape, generator=draw) / weight.shape[-1] ** 0.5)
-        if model.use_draft_vocab:
-            kept = torch.sort(torch.randperm(VOCAB, generator=draw)[: model.draft_vocab_size]).values
-            t2d = torch.zeros(VOCAB, dtype=torch.bool)
-            t2d[kept] = True
-            model.load_vocab_mappings(t2d, kept - torch.arange(len(kept)))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1 and "norm" in name:
+            weight.copy_(1 + 0.4 * torch.randn(weight.shape, generator=draw))
+        elif weight.ndim == 1:
+            weight.copy_(0.5 * torch.randn(weight.shape, generator=draw))
+        else:
+            spread = 2.0 if "embed" in name or "lm_head" in name else 1.3
+            weight.copy_(spread * torch.randn(weight.shape, generator=draw) / weight.shape[-1] ** 0.5)
+    if model.use_draft_vocab:
+        kept = torch.sort(torch.randperm(VOCAB, generator=draw)[: model.draft_vocab_size]).values
+        t2d = torch.zeros(VOCAB, dtype=torch.bool)
+        t2d[kept] = True
+        model.load_vocab_mappings(t2d, kept - torch.arange(len(kept)))
 
 
 def fed(states: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,8 +126,11 @@ def mapped(model: Any, token: int) -> int:
     return token + int(model.d2t[token]) if model.use_draft_vocab else token
 
 
-def watch(module: torch.nn.Module, kept: list[torch.Tensor]) -> Any:
-    return module.register_forward_hook(lambda *call: kept.append(call[-1].detach()[0]))
+def watched(module: torch.nn.Module) -> list[torch.Tensor]:
+    """A list that every output of a module is appended to."""
+    outputs: list[torch.Tensor] = []
+    module.register_forward_hook(lambda *call: outputs.append(call[-1][0]))
+    return outputs
 
 
 def save(folder: Path, model: Any, **expected: torch.Tensor) -> None:
@@ -151,7 +153,6 @@ def save(folder: Path, model: Any, **expected: torch.Tensor) -> None:
             file.unlink()
 
 
-@torch.no_grad()
 def eagle(name: str, folder: Path, seed: int) -> None:
     config_class, layer, switches = EAGLE[name]
     switches = {"draft_vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": IDS} | switches
@@ -162,8 +163,7 @@ def eagle(name: str, folder: Path, seed: int) -> None:
     ).eval()
     randomise(model, seed)
     tokens, states = fed(len(switches["eagle_aux_hidden_state_layer_ids"]), seed)
-    logits: list[torch.Tensor] = []
-    watch(model.lm_head, logits)
+    logits = watched(model.lm_head)
     drafts, scores = [], []
     for end in ENDS:
         row, rows = end - 1, end + DEPTH
@@ -190,7 +190,6 @@ def whole_rollouts(seq_length: int, num_depths: int, **options: Any) -> tuple[to
     return torch.cat(parts), torch.cat(depths)
 
 
-@torch.no_grad()
 def parallel(name: str, folder: Path, seed: int) -> None:
     config_class, layer, switches = PARALLEL[name]
     switches = {"draft_vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": IDS} | switches
@@ -205,8 +204,7 @@ def parallel(name: str, folder: Path, seed: int) -> None:
     randomise(model, seed)
     peagle_core.generate_cod_sample_indices = whole_rollouts
     tokens, states = fed(len(IDS), seed)
-    logits: list[torch.Tensor] = []
-    watch(model.lm_head, logits)
+    logits = watched(model.lm_head)
     drafts, scores = [], []
     for end in ENDS:
         rows = end + DEPTH
@@ -230,7 +228,6 @@ def parallel(name: str, folder: Path, seed: int) -> None:
     save(folder, model, tokens=tokens, states=states, drafts=torch.tensor(drafts), logits=torch.stack(scores))
 
 
-@torch.no_grad()
 def block(name: str, folder: Path, seed: int) -> None:
     (config_class, model_class), (layer, switches) = CLASSES[name.split("-")[0]], BLOCK[name]
     switches = {"draft_vocab_size": VOCAB, "aux_hidden_state_layer_ids": IDS} | switches
@@ -288,6 +285,7 @@ def block(name: str, folder: Path, seed: int) -> None:
 
 def main() -> None:
     root = Path(sys.argv[1])
+    torch.set_grad_enabled(False)
     for seed, name in enumerate([*EAGLE, *PARALLEL, *BLOCK]):
         record = eagle if name in EAGLE else parallel if name in PARALLEL else block
         record(name, root / name, seed)

@@ -23,11 +23,12 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from benchmarks.cuda.models import Model
     from benchmarks.cuda.shapes import Shape
     from benchmarks.cuda.timing import Lab
 
@@ -74,7 +75,7 @@ class Session:
         print(f"stream read: {self.bandwidth / 1e12:.3f} TB/s", flush=True)
         for stage in self.options.stage:
             for shape in self.shapes:
-                self.attempt(stage, shape, {"models": self.models, "transformers": self.transformers}[stage])
+                self.attempt(stage, shape)
         for text in self.failures:
             print(f"FAILED: {text}")
         if not self.lab.real:
@@ -82,17 +83,18 @@ class Session:
         print(f"{self.path}: {len(self.failures)} failures")
         return 1 if self.failures else 0
 
-    def attempt(self, stage: str, shape: Shape, measure: Callable[[Shape, dict[str, Any]], None]) -> None:
+    def attempt(self, stage: str, shape: Shape) -> None:
         """Measure a part, with the card's state before and after; an error ends the part, not the run."""
         import torch
 
+        from benchmarks.cuda.models import Model
         from benchmarks.cuda.timing import watched
 
         print(f"{stage} {shape.name} ...", flush=True)
         part = self.results.setdefault(stage, {}).setdefault(shape.name, {})
         try:
-            with watched(part, real=self.lab.real):
-                measure(shape, part)
+            with watched(part, real=self.lab.real), tempfile.TemporaryDirectory() as folder:
+                getattr(self, stage)(Model(shape, self.lab, Path(folder), self.dtype), part)
             part["complete"] = True
         except Exception as error:  # noqa: BLE001  any error: the other parts still run
             traceback.print_exc()
@@ -104,30 +106,24 @@ class Session:
 
     # --- stages ------------------------------------------------------------------------------------------------------
 
-    def models(self, shape: Shape, part: dict[str, Any]) -> None:
+    def models(self, model: Model, part: dict[str, Any]) -> None:
         from benchmarks.cuda import models
 
         real = self.lab.real
-        with tempfile.TemporaryDirectory() as folder:
-            model = models.Model(shape, self.lab, Path(folder), self.dtype)
-            part["build_seconds"] = model.build_seconds
-            part["kernels"] = model.target.info.kernels
-            costs = models.passes(model, self.bandwidth, part, self.write, models.ROWS if real else (1, 2, 4))
-            self.failures += models.generations(
-                model, costs, part, self.write, tokens=128 if real else 3, repeats=1, depths=DEPTHS if real else (1,)
-            )
+        part["build_seconds"] = model.build_seconds
+        part["kernels"] = model.target.info.kernels
+        costs = models.passes(model, self.bandwidth, part, self.write, models.ROWS if real else (1, 2, 4))
+        self.failures += models.generations(
+            model, costs, part, self.write, tokens=128 if real else 3, repeats=1, depths=DEPTHS if real else (1,)
+        )
 
-    def transformers(self, shape: Shape, part: dict[str, Any]) -> None:
-        from benchmarks.cuda import models, peers
+    def transformers(self, model: Model, part: dict[str, Any]) -> None:
+        from benchmarks.cuda import peers
 
-        generation = self.results.get("models", {}).get(shape.name, {}).get("generation", {})
+        generation = self.results.get("models", {}).get(model.shape.name, {}).get("generation", {})
         best = max(generation, key=lambda depth: generation[depth]["made"]["speedup"], default="3")
-        real = self.lab.real
-        with tempfile.TemporaryDirectory() as folder:
-            model = models.Model(shape, self.lab, Path(folder), self.dtype)
-            peers.beside_transformers(
-                model, int(best), part, self.write, tokens=64 if real else 4, repeats=2 if real else 1
-            )
+        extent = {"tokens": 64, "repeats": 2} if self.lab.real else {"tokens": 4, "repeats": 1}
+        peers.beside_transformers(model, int(best), part, self.write, **extent)
         if not part["settings"]:
             raise RuntimeError(f"transformers' generate ran at no setting: {part['skipped']}")
 

@@ -12,7 +12,8 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import attrs
 import torch
@@ -82,7 +83,7 @@ class Lab:
     def capture(self, body: Body) -> Replayable:
         """``body`` as a graph; without a GPU the body itself, launched anew each time."""
         if not self.real:
-            return _Again(body)
+            return cast(Replayable, SimpleNamespace(replay=body))
 
         def run() -> None:
             body()
@@ -138,14 +139,6 @@ class Lab:
     def synchronise(self) -> None:
         if self.real:
             torch.cuda.synchronize(self.place)
-
-
-@attrs.frozen
-class _Again:
-    body: Body
-
-    def replay(self) -> None:
-        self.body()
 
 
 # --- bandwidth --------------------------------------------------------------------------------------------------------

@@ -199,30 +199,25 @@ def _from_hub(model: str, revision: str | None) -> Path:
 def _not_fetched(model: str, revision: str | None, error: Exception) -> CheckpointError:
     from huggingface_hub import constants, errors
 
-    why, cure = "the hub cannot be reached", "a network connection (HTTPS_PROXY and HF_ENDPOINT are respected)"
-    if constants.HF_HUB_OFFLINE:
-        why, cure = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
-    what = f"{model} (revision {revision})" if revision else model
-    known: dict[type[Exception], tuple[str, str]] = {  # what is wrong, and what to try; a class before its bases
-        errors.GatedRepoError: (
-            f"the hub model {model} is gated: its owners ask you to accept their terms first",
-            f"accept the terms at https://huggingface.co/{model}, then `hf auth login` (or set HF_TOKEN)",
-        ),
-        errors.RevisionNotFoundError: (
-            f"the hub model {model} has no revision {revision!r}",
-            "a branch, tag or commit of it, or none (main)",
-        ),
-        errors.RepositoryNotFoundError: (
-            f"there is no model {model} on the hub (or it is private), and no folder of that name here",
-            "check the spelling, `hf auth login` for a private model, or ./path for a folder",
-        ),
-        errors.LocalEntryNotFoundError: (
-            f"{what} is not (completely) in the hub cache, and {why}",
-            f'{cure}, a folder, or "demo"',
-        ),
-        errors.HFValidationError: (f"{model!r} is neither a folder nor a hub id: {error}", _MODELS),
-        Exception: (f"the hub model {model} could not be fetched", "once more, or a folder"),
-    }
-    message, cure = next(said for kind, said in known.items() if isinstance(error, kind))
+    message, cure = f"the hub model {model} could not be fetched", "once more, or a folder"
+    match error:  # a class before its bases
+        case errors.GatedRepoError():
+            message = f"the hub model {model} is gated: its owners ask you to accept their terms first"
+            cure = f"accept the terms at https://huggingface.co/{model}, then `hf auth login` (or set HF_TOKEN)"
+        case errors.RevisionNotFoundError():
+            message = f"the hub model {model} has no revision {revision!r}"
+            cure = "a branch, tag or commit of it, or none (main)"
+        case errors.RepositoryNotFoundError():
+            message = f"there is no model {model} on the hub (or it is private), and no folder of that name here"
+            cure = "check the spelling, `hf auth login` for a private model, or ./path for a folder"
+        case errors.LocalEntryNotFoundError():
+            why, cure = "the hub cannot be reached", "a network connection (HTTPS_PROXY and HF_ENDPOINT are respected)"
+            if constants.HF_HUB_OFFLINE:
+                why, cure = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+            what = f"{model} (revision {revision})" if revision else model
+            message = f"{what} is not (completely) in the hub cache, and {why}"
+            cure = f'{cure}, a folder, or "demo"'
+        case errors.HFValidationError():
+            message, cure = f"{model!r} is neither a folder nor a hub id: {error}", _MODELS
     reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
     return CheckpointError(message, reason=reason, try_=cure)

@@ -80,9 +80,7 @@ class StoredTensor:
         try:
             return safe_open(self.file, framework="pt")
         except (SafetensorError, OSError, MemoryError) as error:
-            raise CheckpointError(
-                f"{self.file.name} is not a valid safetensors file: {error}", file=self.file
-            ) from error
+            raise _corrupt(self.file, f"{self.file.name} is not a valid safetensors file: {error}") from error
 
     def read(self, file: Any, name: str) -> torch.Tensor:
         """The tensor, mapped and private; ``file`` is what ``open`` returned."""
@@ -101,7 +99,7 @@ class StoredTensor:
                 while got < len(view):
                     count = stream.readinto(view[got:])
                     if not count:
-                        raise CheckpointError(f"{self.file.name} ends inside the tensor {name}", file=self.file)
+                        raise _corrupt(self.file, f"{self.file.name} ends inside the tensor {name}")
                     got += count
         except OSError as error:
             raise _unreadable(self.file, error) from error
@@ -360,6 +358,10 @@ def _read_shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, Stored
     return tensors
 
 
+def _corrupt(file: Path, message: str) -> CheckpointError:
+    return CheckpointError(message, file=file, try_="download it again")
+
+
 # --- headers -------------------------------------------------------------------------------------------------------
 
 
@@ -381,19 +383,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             if size < 10 or not head[8:9] == b"{" or length > _MAX_HEADER:
                 raise _foreign(file, size, head)
             if 8 + length > size:
-                raise CheckpointError(
-                    f"{file.name} is truncated: its header takes {8 + length} bytes, the file has {size}",
-                    file=file,
-                    try_="download it again",
-                )
+                lengths = f"its header takes {8 + length} bytes, the file has {size}"
+                raise _corrupt(file, f"{file.name} is truncated: {lengths}")
             stream.seek(8)
             header = parse_json(stream.read(length))
     except OSError as error:
         raise _unreadable(file, error) from error
     except DuplicateKeyError as error:
-        raise CheckpointError(f"the header of {file.name} has the tensor {error.key} twice", file=file) from error
+        raise _corrupt(file, f"the header of {file.name} has the tensor {error.key} twice") from error
     except ValueError as error:
-        raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
+        raise _corrupt(file, f"the header of {file.name} is not valid JSON: {error}") from error
     assert isinstance(header, dict)  # it starts with "{"
     header.pop("__metadata__", None)
     tensors = {name: _entry(file, 8 + length, name, header.pop(name)) for name in [*header]}  # one form of each
@@ -402,9 +401,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if end != size:
         wrong = "is truncated" if end > size else "is longer than its header says"
         past = f"; the tensor {last} extends past its end" if end > size else ""
-        raise CheckpointError(
-            f"{file.name} {wrong}: it should have {end} bytes and has {size}{past}", file=file, try_="download it again"
-        )
+        raise _corrupt(file, f"{file.name} {wrong}: it should have {end} bytes and has {size}{past}")
     return tensors
 
 
@@ -417,14 +414,11 @@ def _entry(file: Path, begin: int, name: str, entry: Any) -> StoredTensor:
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise CheckpointError(
-            f"the header of {file.name} has no valid entry for the tensor {name}: {shown(entry)}", file=file
-        )
+        raise _corrupt(file, f"the header of {file.name} has no valid entry for the tensor {name}: {shown(entry)}")
     bits = _bits(dtype)
     if start > stop or (bits is not None and math.prod(shape) * bits != (stop - start) * 8):
-        raise CheckpointError(
-            f"the header of {file.name} gives the tensor {name} ({dtype} {list(shape)}) {stop - start} bytes", file=file
-        )
+        sizes = f"the tensor {name} ({dtype} {list(shape)}) {stop - start} bytes"
+        raise _corrupt(file, f"the header of {file.name} gives {sizes}")
     return StoredTensor(file, dtype, shape, begin + start, begin + stop)
 
 

@@ -69,29 +69,25 @@ def batch(
     failures: list[SpecdecError] = []
     running = Batch()
     begin = [functools.partial(lm.stream, tokens) for tokens in encoded]
-    try:
-        with (
-            contextlib.nullcontext(sys.stdout) if file is None else file.open("w", encoding="utf-8") as out,
-            output.progress("reading prompts", silent=file is None, then="prompts") as advance,
-            interruptible(running),
-        ):
-            for number, result in running.run(begin, max_batch):
-                if isinstance(result, SpecdecError):
-                    failures.append(result)
-                    data = output.described(result)
-                elif isinstance(result, Exception):  # a bug
-                    raise result
-                else:
-                    unfinished += result.finish_reason == "interrupted"
-                    data = result.to_dict()
-                out.write(json.dumps({"source": prompts[number].name, **data}) + "\n")
-                out.flush()
-                done += 1
-                advance(done, len(prompts))
-    except OSError as error:
-        raise UnsupportedError(
-            f"the results cannot be written: {error.strerror or error}", file=file or "standard output"
-        ) from error
+    with (
+        output.os_errors("the results cannot be written", file=file or "standard output"),
+        contextlib.nullcontext(sys.stdout) if file is None else file.open("w", encoding="utf-8") as out,
+        output.progress("reading prompts", silent=file is None, then="prompts") as advance,
+        interruptible(running),
+    ):
+        for number, result in running.run(begin, max_batch):
+            if isinstance(result, SpecdecError):
+                failures.append(result)
+                data = output.described(result)
+            elif isinstance(result, Exception):  # a bug
+                raise result
+            else:
+                unfinished += result.finish_reason == "interrupted"
+                data = result.to_dict()
+            out.write(json.dumps({"source": prompts[number].name, **data}) + "\n")
+            out.flush()
+            done += 1
+            advance(done, len(prompts))
     if unfinished or done < len(prompts):
         finished = done - unfinished - len(failures)
         output.interrupted(ctx, f"{finished} of {len(prompts)} are finished, {unfinished} cut short")

@@ -14,7 +14,7 @@ from specdec.cli import output
 from specdec.cli.options import FILE, integer, refuse, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError
 from specdec.records.store import weights_folder
 
 SHOWN_FACTS = ("family", "fingerprint", "backend", "device", "dtype", "kernels", "weights", "max_rows")
@@ -70,13 +70,8 @@ def doctor(
 
 def _clear_weights() -> None:
     folder = weights_folder()
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
-    except OSError as error:
-        raise UnsupportedError(
-            f"the kept weights cannot be deleted: {error.strerror or error}", folder=folder
-        ) from error
+    with output.os_errors("the kept weights cannot be deleted", folder=folder), contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def _config(model: str, settings: tuple[str, ...]) -> RunConfig:

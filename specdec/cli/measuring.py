@@ -156,10 +156,8 @@ def _page(title: str, console: Console, data: Mapping[str, Any], plot: Callable[
 
 def write_page(file: pathlib.Path, text: str) -> None:
     """Write an HTML file. Raises: UnsupportedError."""
-    try:
+    with output.os_errors("the page cannot be written", file=file):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(f"the page cannot be written: {error.strerror or error}", file=file) from error
 
 
 def plain_milliseconds(lm: LanguageModel) -> float:

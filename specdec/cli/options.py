@@ -269,7 +269,7 @@ def read_text(file: str) -> str:
             raise PromptError(f"{name} has no end within {limit:,} bytes", try_="a regular file")
         return decoded(data)
     except (OSError, ValueError) as error:
-        raise PromptError(f"cannot read {name}: {why(error)}") from error
+        raise PromptError(f"cannot read {name}: {why(error)}", try_="a UTF-8 text file that you may read") from error
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import click
 
 from specdec._version import __version__
-from specdec.errors import SpecdecError, one_line, printable
+from specdec.errors import SpecdecError, UnsupportedError, one_line, printable
+from specdec.files.reading import why
 from specdec.logs import get_logger
 
 if TYPE_CHECKING:
@@ -96,6 +97,15 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
             click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         click.echo(f"{type(error).__name__}: {error}", err=True)
         raise click.exceptions.Exit(REFUSED) from error
+
+
+@contextlib.contextmanager
+def os_errors(message: str, **facts: object) -> Iterator[None]:
+    """Turn an error of the system into an UnsupportedError that adds its reason to the message."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(f"{message}: {why(error)}", **facts) from error
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------

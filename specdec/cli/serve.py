@@ -13,7 +13,7 @@ from specdec.cli import output
 from specdec.cli.measuring import plain_milliseconds
 from specdec.cli.options import NAME, SAMPLE_PROMPT, TEXT, Number, configured, integer, load_model, refuse
 from specdec.config import RunConfig
-from specdec.errors import ConfigError, UnsupportedError, import_extra
+from specdec.errors import ConfigError, import_extra
 from specdec.serving import is_loopback
 
 ANSWER_TOKENS = 1024
@@ -44,10 +44,8 @@ def _vllm(config: RunConfig, names: Sequence[str], host: str, port: int, start: 
     if not start:
         click.echo(shlex.join(words))
         return
-    try:
+    with output.os_errors("vLLM cannot be started", try_="pip install vllm"):
         os.execvpe(words[0], words, {**os.environ, **({"VLLM_API_KEY": key} if key else {})})
-    except OSError as error:
-        raise UnsupportedError(f"vLLM cannot be started: {error.strerror}", try_="pip install vllm") from error
 
 
 def served_name(model: str) -> str:

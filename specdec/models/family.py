@@ -71,7 +71,7 @@ class DecoderConfig:
             "hidden_size": fields.whole("hidden_size"),
             "layers": fields.whole("num_hidden_layers", high=MOST_LAYERS),
             "activation": "silu" if activation == "hidden_act" else "gelu",
-            "eps": fields.real("rms_norm_eps", eps),
+            "eps": fields.epsilon(eps),
             "tied": fields.flag("tie_word_embeddings", tied),
         }
 

@@ -57,6 +57,13 @@ class Fields:
             raise wrong(key, f"a positive number from {low} to {high}", value)
         return float(value)
 
+    def epsilon(self, default: float) -> float:
+        """``rms_norm_eps``, below 1."""
+        epsilon = self.real("rms_norm_eps", default)
+        if epsilon >= 1:
+            raise wrong("rms_norm_eps", "a positive number below 1", epsilon)
+        return epsilon
+
     def flag(self, key: str, default: bool = _MISSING) -> bool:
         """True or false."""
         value = self._value(key, default)

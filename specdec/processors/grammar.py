@@ -297,7 +297,8 @@ def _file(field: str, path: str) -> str:
     try:
         return read_text(os.path.expanduser(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the {field} file {path!r}: {why(error)}") from error
+        instead = f"a UTF-8 file that you may read, or the {field} itself"
+        raise ConfigError(f"cannot read the {field} file {path!r}: {why(error)}", try_=instead) from error
 
 
 def _unusable(config: GrammarConfig, reason: str) -> ConfigError:

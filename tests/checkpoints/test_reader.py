@@ -138,6 +138,7 @@ def test_a_config_may_begin_with_a_byte_order_mark(tmp_path):
 def test_a_file_that_is_no_safetensors_says_what_it_is(tmp_path, content, fact):
     message = refusal(with_weights(tmp_path, content))
     assert fact in message
+    assert "try:" in message
     assert str(tmp_path / "model.safetensors") in message
 
 

@@ -77,6 +77,13 @@ def test_defaults_that_transformers_writes_are_taken():
             family_of(text_config(written), FOLDER)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_epsilon_is_a_positive_number_below_1(name):
+    for wrong in (1.6e28, 1, 0, -1e-6, "x"):
+        with pytest.raises(CheckpointError, match="'rms_norm_eps' takes a positive number"):
+            parsed(name, {"rms_norm_eps": wrong})
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

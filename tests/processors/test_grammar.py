@@ -166,7 +166,7 @@ CHAIN = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for
         (GrammarConfig(json_schema='{"type": "foo"}'), "the json_schema cannot be used as a grammar: .*foo"),
         (GrammarConfig(json_schema='{"not": {}}'), "the json_schema cannot be used as a grammar: .*not"),
         (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: not JSON"),
-        (GrammarConfig(json_schema="missing.json"), "cannot read the json_schema file 'missing.json'"),
+        (GrammarConfig(json_schema="missing.json"), "the json_schema file 'missing.json'(.|\n)*try: +a UTF-8"),
         (GrammarConfig(lark="missing.lark"), "cannot read the lark file 'missing.lark'"),
         (GrammarConfig(json_schema={"type": "integer", "minimum": 10**30}), "cannot be used as a grammar: .*10000"),
         # these end the process that compiles them

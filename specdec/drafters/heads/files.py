@@ -46,6 +46,8 @@ _UNSUPPORTED = {
     "domino": "Domino",
     "Eagle3DeepseekV2ForCausalLM": "Latent-attention (MLA) EAGLE-3",
     "Gemma4DSparkModel": "Sandwich-norm (Gemma) DSpark",
+    "MLPSpeculator": "MLP speculator",
+    "hydra_num_heads": "Hydra",
     "lilicorr": "LiLiCorr",
     "MedusaModel": "Medusa",
     "medusa_num_heads": "Medusa",
@@ -259,7 +261,11 @@ def kind_of(files: HeadFiles) -> str:
         )
     if kind is None:
         raise CheckpointError(
-            f"{files.checkpoint.path} is no draft head of a known kind", tensors=listed(names), try_=_OTHER_HEAD
+            f"{files.checkpoint.path} is no draft head of a known kind",
+            model_type=config.get("model_type"),
+            architectures=listed(architectures(config)) or None,
+            tensors=listed(names),
+            try_=_OTHER_HEAD,
         )
     return kind
 

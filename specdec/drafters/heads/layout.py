@@ -256,7 +256,7 @@ def _geometry(files: HeadFiles, *, theta: float | None, ours: bool) -> Geometry:
         attention=AttentionShape(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, scale=head_dim**-0.5 * factor**2
         ),
-        eps=fields.real("rms_norm_eps", 1e-6),
+        eps=fields.epsilon(1e-6),
         windows=_windows(table, fields, layers),
     )
 

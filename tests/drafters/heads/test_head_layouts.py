@@ -251,6 +251,8 @@ REFUSED = {
     "LiLiCorr": ("eagle3", change(architectures=["lilicorr"]), "LiLiCorr heads are not"),
     "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "Latent-attention"),
     "Medusa": ("eagle3", change(medusa_num_heads=4), "Medusa"),
+    "Hydra": ("eagle3", change(hydra_num_heads=4), "Hydra"),
+    "an MLP speculator": ("eagle3", change(architectures=["MLPSpeculatorPreTrainedModel"]), "MLP speculator"),
     "speculators' MTP": (
         "eagle3",
         both(

@@ -68,12 +68,12 @@ void leave_signals() {
 class Team {
   public:
     void run(int threads, int64_t blocks, Work work, const void* body) {
-        if (busy_.test_and_set(std::memory_order_acquire)) {
+        threads = std::min<int64_t>(std::min(threads, MAX_THREADS), blocks);
+        if (threads <= 1 || busy_.test_and_set(std::memory_order_acquire)) {
             Run all = {0, blocks};
             Share share = {&all, 1, 0};
             return work(body, share);
         }
-        threads = std::min<int64_t>(std::min(threads, MAX_THREADS), blocks);
         start_members(threads - 1);
         work_ = work;
         body_ = body;

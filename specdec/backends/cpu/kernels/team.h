@@ -43,11 +43,6 @@ void run_shares(int threads, int64_t blocks, Work work, const void* body);
 
 // Calls body(share) on each thread that takes part.
 template <class F> void for_shares(int threads, int64_t blocks, const F& body) {
-    if (threads <= 1 || blocks <= 1) {
-        Run all = {0, blocks};
-        Share share = {&all, 1, 0};
-        return body(share);
-    }
     run_shares(threads, blocks, [](const void* f, Share& share) { (*static_cast<const F*>(f))(share); }, &body);
 }
 
