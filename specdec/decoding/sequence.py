@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from specdec.contract import Context, Drafter, ForwardPass, State, Stats, Verifier
+from specdec.contract import Context, Drafter, DrafterSnapshot, ForwardPass, Snapshot, State, Stats, Verifier
 from specdec.decoding.result import RunStats, TokenLogprobs
 from specdec.logs import get_logger
 from specdec.registry import Kind, calling, reason
@@ -96,6 +96,23 @@ class LiveSequence:
         """Switch the drafter off. Raises: as ``reason``."""
         self.failure = reason((Kind.DRAFTER, self.drafter_name), method, error)
         log.warning("drafter_switched_off", name=self.drafter_name, reason=self.failure)
+
+    def replace(self, kept: int, rest: Sequence[int]) -> None:
+        """Let ``rest`` follow the first ``kept`` tokens."""
+        held = max(kept - 1, 0)
+        with self.changing():
+            self.tokens[kept:] = rest
+            if self.state.length > held:
+                with self.running("rewind"):
+                    reached = self.target.rewind(self.state, held)
+                self.ask("rewind", reached)
+
+    def snapshot(self) -> tuple[Snapshot, DrafterSnapshot | None]:
+        """The state and the drafter's own. Feeds waiting MTP pairs."""
+        with self.changing():
+            with self.running("snapshot"):
+                snapshot = self.target.snapshot(self.state)
+            return snapshot, self.ask("snapshot", self.context)
 
     def running(self, method: str) -> calling:
         """A block that calls the target."""

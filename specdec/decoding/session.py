@@ -15,7 +15,7 @@ import attrs
 
 from specdec.checking import checked
 from specdec.config import GenerationSettings
-from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
+from specdec.contract import Context, DrafterSnapshot, State, Stats
 from specdec.decoding.batch import Batch
 from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation, with_seed
 from specdec.decoding.result import Result
@@ -140,7 +140,7 @@ class Session:
         with self._in_use() as sequence:
             if not 0 <= length <= len(sequence.tokens):
                 raise StateError(f"rewind takes 0 to {len(sequence.tokens)} tokens, got {shown(length)}")
-            self._replace(sequence, length, [])
+            sequence.replace(length, [])
 
     @checked(PromptError)
     def set_prompt(self, prompt: Prompt) -> int:
@@ -153,19 +153,8 @@ class Session:
             wanted = self._lm.encode(prompt)
             self._lm.check_fits(len(wanted))
             shared = common_prefix(sequence.tokens, wanted)
-            self._replace(sequence, shared, wanted[shared:])
+            sequence.replace(shared, wanted[shared:])
         return shared
-
-    @staticmethod
-    def _replace(sequence: LiveSequence, kept: int, rest: list[int]) -> None:
-        """Let ``rest`` follow the first ``kept`` tokens."""
-        held = max(kept - 1, 0)
-        with sequence.changing():
-            sequence.tokens[kept:] = rest
-            if sequence.state.length > held:
-                with sequence.running("rewind"):
-                    reached = sequence.target.rewind(sequence.state, held)
-                sequence.ask("rewind", reached)
 
     def fork(self) -> Session:
         """An independent session with the same tokens and states.
@@ -173,7 +162,7 @@ class Session:
         Raises: SessionFileError when ``extra`` is not JSON data.
         """
         with self._in_use() as sequence:
-            snapshot, saved = self._snapshot(sequence)
+            snapshot, saved = sequence.snapshot()
             other, extra = Session(self._lm), json_copy(self.extra)
             with sequence.running("restore"):
                 snapshot = attrs.evolve(snapshot, capacity=self._lm.capacity)
@@ -192,7 +181,7 @@ class Session:
             then unchanged.
         """
         with self._in_use() as sequence:
-            snapshot, drafter_snapshot = self._snapshot(sequence)
+            snapshot, drafter_snapshot = sequence.snapshot()
             saved = SavedSession(
                 tokens=tuple(sequence.tokens),
                 stats=self.stats,
@@ -216,13 +205,6 @@ class Session:
             if ours is not None:
                 check_drafter(ours, sequence.ask("snapshot", sequence.context), saved.drafter, path)
             self.__dict__.update(_sequence=sequence, extra=saved.extra)  # one step: all of it, or nothing
-
-    def _snapshot(self, sequence: LiveSequence) -> tuple[Snapshot, DrafterSnapshot | None]:
-        """The state and the drafter's own. Feeds waiting MTP pairs."""
-        with sequence.changing():
-            with sequence.running("snapshot"):
-                snapshot = sequence.target.snapshot(sequence.state)
-            return snapshot, sequence.ask("snapshot", sequence.context)
 
     @checked(PromptError)
     def stream(

@@ -1,7 +1,7 @@
-"""``ScriptedSession``: call a drafter as the engine does, with outcomes chosen by a check.
+"""``ScriptedSession``: a sequence of the engine, with outcomes chosen by a check.
 
-Every call is looked at: what a drafter answers, and whether it left alone what it was given. A fault is noted under its
-clause and the session goes on.
+Every call of its drafter is looked at: what it answers, and whether it left alone what it was given. A fault is noted
+under its clause and the session goes on.
 """
 
 from __future__ import annotations
@@ -9,24 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import numpy as np
 
-from specdec.contract import (
-    Context,
-    Draft,
-    Drafter,
-    DrafterEnv,
-    DrafterSnapshot,
-    DraftNoise,
-    ForwardPass,
-    Sampling,
-    Snapshot,
-    State,
-    Verdict,
-)
+from specdec.contract import Context, Draft, DrafterEnv, DrafterSnapshot, ForwardPass, Snapshot, Verdict, run_passes
+from specdec.decoding.cycle import cycle
+from specdec.decoding.result import RunStats
+from specdec.decoding.sequence import LiveSequence, prefill
 from specdec.errors import ContractError
 from specdec.registry import checked_draft
 from specdec.testing.checks import Faults
@@ -54,73 +46,87 @@ def drafts_equal(first: Draft, second: Draft) -> bool:
     return tuple(first.tokens) == tuple(second.tokens) and bool(np.array_equal(*probs))  # also of None
 
 
-@attrs.define(kw_only=True)
-class ScriptedSession:
-    """One sequence: its tokens, its state, its drafter. Hidden states and the MTP head are there only as declared.
+class ScriptedSession(LiveSequence):
+    """One sequence over a table, or over a copied state. Hidden states and the MTP head are there only as declared.
+
+    Args:
+        context: the tokens that it begins with, and its settings.
+        shared: what the drafters of the pipeline have in common, if it is there already.
+        copied: the target's copied state, which holds those tokens; None: an empty one.
+        saved: the drafter's part of the copy, if it is handed on.
 
     Attributes:
-        tokens: those that the sequence begins with, which ``copied`` holds.
-        copied: the target's copied state; None: an empty one.
-        saved: the drafter's part of the copy, if it is handed on.
         faults: the first fault by clause.
         drafts: every draft that was handed over, and a copy of it.
         reports: every report that was asked for, and its JSON at that time.
     """
 
-    subject: PluginSubject
-    model: ForwardPass = attrs.Factory(lambda self: target_for(self.subject), takes_self=True)
-    sampling: Sampling = attrs.field(factory=Sampling)
-    noise: DraftNoise = DraftNoise.COUPLED
-    generated_from: int = 0
-    shared: Any = attrs.Factory(lambda self: self.subject.prepare(self.model), takes_self=True)
-    faults: Faults = attrs.field(factory=Faults)
-    tokens: list[int] = attrs.field(factory=list)
-    copied: Snapshot | None = None
-    saved: DrafterSnapshot | None = None
-    state: State = attrs.field(init=False)
-    drafter: Drafter = attrs.field(init=False)
-    cycles: int = attrs.field(init=False, default=0)
-    drafts: list[tuple[Draft, Draft]] = attrs.field(init=False, factory=list)
-    reports: list[tuple[Any, str]] = attrs.field(init=False, factory=list)
-
-    def __attrs_post_init__(self) -> None:
-        model, needs = self.model, self.subject.needs
-        self.state = model.new_state(CAPACITY, needs) if self.copied is None else model.restore(self.copied, needs)
-        self.drafter = self.subject.make(
-            DrafterEnv(target=model, state=self.state, shared=self.shared, saved=self.saved)
+    def __init__(
+        self,
+        subject: PluginSubject,
+        model: ForwardPass | None = None,
+        context: Context = Context([]),  # noqa: B008  (never changed)
+        *,
+        shared: Any = None,
+        faults: Faults | None = None,
+        copied: Snapshot | None = None,
+        saved: DrafterSnapshot | None = None,
+    ) -> None:
+        self.subject, self.faults = subject, Faults() if faults is None else faults
+        self.drafts: list[tuple[Draft, Draft]] = []
+        self.reports: list[tuple[Any, str]] = []
+        model, needs, tokens = model or target_for(subject), subject.needs, list(context)
+        state = model.new_state(CAPACITY, needs) if copied is None else model.restore(copied, needs)
+        self.shared = subject.prepare(model) if shared is None else shared
+        verifier: Any = SimpleNamespace(verify=lambda *_: self._verdict)
+        super().__init__(
+            target=model,
+            state=state,
+            drafter=subject.make(DrafterEnv(target=model, state=state, shared=self.shared, saved=saved)),
+            verifier=verifier,
+            tokens=tokens,
+            context=attrs.evolve(context, tokens=tokens),
         )
 
-    def another(
-        self, tokens: Sequence[int] = (), copied: Snapshot | None = None, saved: DrafterSnapshot | None = None
-    ) -> ScriptedSession:
+    def another(self, tokens: Sequence[int] = (), **copy: Any) -> ScriptedSession:
         """Another sequence of the same pipeline: empty, or over a copied state, with or without the drafter's own."""
-        return attrs.evolve(self, tokens=list(tokens), copied=copied, saved=saved)
+        context, model = attrs.evolve(self.context, tokens=list(tokens)), self.target
+        return ScriptedSession(self.subject, model, context, shared=self.shared, faults=self.faults, **copy)
 
     # --- what is noted --------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, context: Context, *arguments: Any) -> Any:
-        """Call the drafter; its context, its settings and the committed state must stay as they are (D2, D12)."""
+    def ask(self, method: str, *arguments: Any, otherwise: Any = None) -> Any:
+        """Call the drafter, which must leave its context, its settings, the committed state and logits as they are."""
+        context = next((one for one in arguments if isinstance(one, Context)), self.context)
+        rows = arguments[1].need_logits().rows() if method == "observe" else np.empty(0)
 
         def now() -> tuple[tuple[object, ...], tuple[object, ...]]:
             settings = dict(context.sampling.logit_bias), context.cycle, context.generated_from
             return (context[:], *settings), (self.state.length, getattr(self.state, "provisional", None))
 
-        (view, held), answer = now(), getattr(self.drafter, method)(*arguments)
+        (view, held), before, answer = now(), rows.copy(), getattr(self.drafter, method)(*arguments)
         (view_after, held_after), note = now(), self.faults.note
         note("D2", view_after == view, f"{method} changed the context", got=view_after, expected=view)
         what = f"{method} ran a pass over the state of its sequence, or changed it"
         note("D12", held_after == held, what, got=f"{held_after[0]} tokens", expected=f"{held[0]} tokens")
+        note("D19", np.array_equal(rows, before), "the logits of a pass were changed", expected=before)
+        if method == "snapshot" and answer is not None:
+            kind, what = isinstance(answer, DrafterSnapshot), "snapshot returns neither a DrafterSnapshot nor None"
+            note("D17", kind, what, got=answer)
+            for name, value in answer.meta.items():
+                plain = type(name) is str and type(value) in (int, str)
+                note("D17", plain, "metadata is no plain int or str", got=f"{name} = {value!r}")
         return answer
 
     def _looked_at(self, draft: Any, depth: int) -> Draft:
         """The draft as the engine verifies it; the form of the draft (D1) and of its distributions (D9) is noted."""
-        vocab, note, usable = self.model.info.vocab_size, self.faults.note, Draft()
+        vocab, note, usable = self.target.info.vocab_size, self.faults.note, Draft()
         note("D1", isinstance(draft, Draft), "propose does not return a Draft", got=draft)
         note("D1", isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
         for token in draft.tokens:
             note("D1", type(token) is int, "a token is no plain int", got=f"{token!r} of type {type(token).__name__}")
         try:
-            usable, fault = checked_draft(draft, depth, vocab, self.context())
+            usable, fault = checked_draft(draft, depth, vocab, self.context)
             note("D1", not fault, fault, got=draft.tokens, expected=f"{depth} tokens below {vocab}")
         except ContractError as error:
             note("D9", False, error.message, got=draft.probs)
@@ -130,62 +136,6 @@ class ScriptedSession:
             note("D9", proper, "probs has another shape or dtype", got=got, expected=form)
         return usable
 
-    # --- the calls of the engine ----------------------------------------------------------------------------------
-
-    def context(self, upto: int | None = None) -> Context:
-        """A context over a copy of the tokens, so that a drafter's writes change nothing here."""
-        return Context(
-            self.tokens[:upto],
-            self.sampling,
-            generated_from=self.generated_from,
-            cycle=self.cycles,
-            draft_noise=self.noise,
-        )
-
-    def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
-        """Append tokens; all but the last run through target and drafter, in chunks."""
-        self.tokens += tokens
-        while self.state.length < len(self.tokens) - 1:
-            at = self.state.length
-            part = self.tokens[at : min(at + chunk, len(self.tokens) - 1)]
-            output = self.model.prefill(self.state, part)
-            context = self.context(at + len(part))
-            self._ask("prefill", context, context, output)
-
-    def propose(self, depth: int) -> Draft:
-        """Begin a cycle and return the draft as the engine verifies it."""
-        self.cycles += 1
-        context = self.context()
-        draft: Draft = self._ask("propose", context, context, depth)
-        usable = self._looked_at(draft, depth)
-        self.drafts.append((draft, Draft(draft.tokens, None if draft.probs is None else np.array(draft.probs))))
-        return usable
-
-    def finish(self, draft: Draft, accepted: int, next_token: int) -> None:
-        """End the cycle with this outcome: decode, commit, observe."""
-        drafted = draft.tokens
-        accepted = min(accepted, len(drafted))
-        if accepted < len(drafted) and next_token == drafted[accepted]:
-            next_token = (next_token + 1) % self.model.info.vocab_size  # not the rejected token
-        output = self.model.decode(self.state, [self.tokens[-1], *drafted])
-        self.model.commit(self.state, accepted + 1)
-        self.tokens += [*drafted[:accepted], next_token]
-        rows, context = output.need_logits().rows(), self.context()
-        before = rows.copy()
-        self._ask("observe", context, Verdict(accepted, next_token), output, context)
-        self.faults.note("D19", np.array_equal(rows, before), "the logits of a pass were changed", expected=before)
-
-    def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
-        """Run a whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
-        draft = Draft()
-        if depth == 0:
-            self.cycles += 1
-        else:
-            draft = self.propose(depth)
-            draft = Draft(draft.tokens[:cut], None if draft.probs is None else draft.probs[:cut])
-        self.finish(draft, accepted, next_token)
-        return draft
-
     def report(self) -> None:
         """Ask for the drafter's report (D18)."""
         report = self.drafter.report()
@@ -194,21 +144,32 @@ class ScriptedSession:
         except (TypeError, ValueError, RecursionError) as error:
             self.faults.note("D18", False, f"the report is not plain JSON data: {error}", got=report)
 
-    def rewind(self, length: int) -> None:
-        """Go back to the first ``length`` tokens, as a session does."""
-        del self.tokens[length:]
-        if self.state.length > max(length - 1, 0):
-            reached = self.model.rewind(self.state, max(length - 1, 0))
-            self._ask("rewind", self.context(), reached)
+    # --- the calls of the engine ----------------------------------------------------------------------------------
 
-    def keep(self) -> tuple[Snapshot, DrafterSnapshot | None]:
-        """Copy the states that a session copies, in the same order."""
-        copied, context = self.model.snapshot(self.state), self.context()
-        saved = self._ask("snapshot", context, context)
-        if saved is not None:
-            kind, what = isinstance(saved, DrafterSnapshot), "snapshot returns neither a DrafterSnapshot nor None"
-            self.faults.note("D17", kind, what, got=saved)
-            for name, value in saved.meta.items():
-                plain = type(name) is str and type(value) in (int, str)
-                self.faults.note("D17", plain, "metadata is no plain int or str", got=f"{name} = {value!r}")
-        return copied, saved
+    def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
+        """Append tokens, so many at a time; all but the last run through target and drafter."""
+        for at in range(0, len(tokens) or 1, chunk):
+            self.tokens += tokens[at : at + chunk]
+            prefill(self, RunStats())
+
+    def propose(self, depth: int) -> Draft:
+        """Begin a cycle and return the draft as the engine verifies it."""
+        self.context.cycle = self.stats.cycles + 1
+        draft: Draft = self.ask("propose", self.context, depth)
+        usable = self._looked_at(draft, depth)
+        self.drafts.append((draft, Draft(draft.tokens, None if draft.probs is None else np.array(draft.probs))))
+        return usable
+
+    def finish(self, drafted: tuple[int, ...], accepted: int, next_token: int) -> None:
+        """End the cycle with this outcome."""
+        accepted = min(accepted, len(drafted))
+        if accepted < len(drafted) and next_token == drafted[accepted]:
+            next_token = (next_token + 1) % self.target.info.vocab_size  # not the rejected token
+        self._verdict = Verdict(accepted, next_token)
+        run_passes(cycle(self, 0, len, RunStats(), drafted))
+
+    def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> tuple[int, ...]:
+        """Run a whole cycle; returns its draft, which the engine shortens to ``cut``. At depth 0 none is asked for."""
+        drafted = self.propose(depth).tokens[:cut] if depth else ()
+        self.finish(drafted, accepted, next_token)
+        return drafted

@@ -12,8 +12,9 @@ import numpy as np
 
 from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
+from specdec.drafters.gate import DraftGate, Drawing
 from specdec.errors import UnsupportedError
-from specdec.sampling import Purpose, draft_token, draw, gumbel
+from specdec.sampling import Purpose, draw, gumbel
 from specdec.testing.reference_sampling import Places, reference_distribution, reference_logits
 from specdec.testing.strategies import log_uniform, samplings, seeds
 
@@ -220,18 +221,17 @@ def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Place
         nowhere, some = rng.random() < 1 / 4, int(rng.integers(depth + 1))
         sampling = attrs.evolve(_SETTINGS[settings], seed=(seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63)
         context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
-        tokens, probs = [0], []
+        drawing = Drawing(DraftGate(), context, reduced=False)
         for row in range(depth):
-            logits = np.log((draft if nowhere or row == other else target)[tokens[-1]]).astype(np.float32)
+            last = drawing.tokens[-1] if row else 0
+            logits = np.log((draft if nowhere or row == other else target)[last]).astype(np.float32)
             if kind == "best tokens without probs":
-                tokens.append(int(logits.argmax()))
+                drawing.tokens.append(int(logits.argmax()))
                 continue
             if row == other and kind != "drawn":
                 logits[-1] = -np.inf
-            token, drawn_from = draft_token(HostLogits(logits[None]), tokens[1:], context)
-            tokens.append(token)
-            probs += [] if drawn_from is None else [drawn_from]
-        drafted = Draft(tuple(tokens[1:]), np.stack(probs) if probs else None)
+            drawing.next(HostLogits(logits[None]))
+        drafted, tokens = drawing.draft(), [0, *drawing.tokens]
         try:
             verdict = verifier.verify(drafted, HostLogits(np.log(target[tokens]).astype(np.float32)), context)
         except UnsupportedError:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from specdec.contract import Draft, DraftNoise, Sampling
+from specdec.contract import Context, Draft, DraftNoise, Sampling
 from specdec.testing.checks import Faults
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for
 from specdec.testing.subjects import PluginSubject
@@ -85,18 +85,12 @@ class Walk:
         self.rng = rng = np.random.default_rng([self.seed, *self.route.encode()])
         self.depths = np.random.default_rng([self.seed, 5]).choice(DEPTHS, 2000).tolist()
         sampling, noise = SETTINGS[self.setting]
-        model = target_for(self.subject, self.memory, vocab=VOCAB)
         sampling = attrs.evolve(sampling, logit_bias=dict(sampling.logit_bias))
-        self.session = session = ScriptedSession(
-            subject=self.subject,
-            model=model,
-            sampling=sampling,
-            noise=noise,
-            generated_from=1,  # whatever the route
-            faults=self.faults,
-        )
+        context = Context([], sampling, generated_from=1, draft_noise=noise)  # whatever the route
+        model = target_for(self.subject, self.memory, vocab=VOCAB)
+        self.session = session = ScriptedSession(self.subject, model, context, faults=self.faults)
         if self.route in ("restored", "rebuilt"):
-            session.keep()  # of a sequence without tokens
+            session.snapshot()  # of a sequence without tokens
         if self.route == "reported":
             session.report()
         first = len(tokens) * 2 // 3 if self.route == "prompt" else int(rng.integers(1, 4))
@@ -130,9 +124,9 @@ class Walk:
     def _cycle(self, tokens: Sequence[int], depth: int) -> None:
         session, rng, mixed = self.session, self.rng, self.route == "mixed"
         at = len(session.tokens)
-        session.cycles = at - 1 + self.cycle
+        session.stats.cycles = at - 1 + self.cycle
         if mixed and rng.random() < 0.1:
-            nothing = session.drafter.propose(session.context(), 0)
+            nothing = session.drafter.propose(session.context, 0)
             self.faults.note("D4", not nothing.tokens, "a draft of depth 0 has tokens", got=nothing)
         draft = session.propose(depth)
         self.drafts[at] = session.drafts[-1][1]
@@ -143,29 +137,29 @@ class Walk:
         accepted = 0
         while accepted < len(verified[:cut]) and verified[accepted] == tokens[at + accepted]:
             accepted += 1
-        session.finish(Draft(verified[:cut]), accepted, tokens[at + accepted])
+        session.finish(verified[:cut], accepted, tokens[at + accepted])
 
     def _detour(self, ahead: Sequence[int], depth: int) -> None:
         """Go on with other tokens, from here or from further back, and return; the draft there is a fresh drafter's."""
         session, rng, tokens = self.session, self.rng, list(self.session.tokens)
         here = len(tokens)
         back = here if rng.random() < 0.4 else max(1, here - int(2 ** rng.uniform(0, 8)))
-        session.rewind(back)
+        session.replace(back, [])
         if rng.random() < 0.5:
             self._elsewhere(session, ahead, int(rng.integers(1, 6)))
         else:  # a text of the same length with the same last tokens
             same = min(int(2 ** rng.uniform(0, 3)), here - back)
             session.feed([*rng.integers(0, VOCAB, here - back - same).tolist(), *tokens[here - same :]])
-            session.cycles = here - 1 + self.cycle
+            session.stats.cycles = here - 1 + self.cycle
         fresh = session.another()
-        fresh.cycles = session.cycles
+        fresh.stats.cycles = session.stats.cycles
         fresh.feed(session.tokens)
         expected, got = fresh.propose(depth), session.propose(depth)
         what = "after a rewind and other tokens, the draft is not that of a fresh drafter"
         same_draft = drafts_equal(got, expected)
         self.faults.note("D7", same_draft, what, got=got, expected=expected, tokens=session.tokens)
-        session.finish(got, 0, int(rng.integers(VOCAB)))
-        session.rewind(back)
+        session.finish(got.tokens, 0, int(rng.integers(VOCAB)))
+        session.replace(back, [])
         session.feed(tokens[back:])
         if rng.random() < 0.3:  # to where it is
             session.drafter.rewind(session.state.length)
@@ -173,24 +167,23 @@ class Walk:
     def _restore(self, ahead: Sequence[int]) -> None:
         """Let another drafter continue over a copy; the first one, and a third of the same copy, go elsewhere."""
         session, rng = self.session, self.rng
-        tokens, (copied, copy) = list(session.tokens), session.keep()
+        tokens, (copied, copy) = list(session.tokens), session.snapshot()
         saved = None if self.route == "rebuilt" else copy
-        if saved is not None and rng.random() < 0.7:
-            written = {name: torch.as_tensor(array).clone() for name, array in saved.arrays.items()}
-            saved = attrs.evolve(saved, arrays=written)  # as a session's file gives it back
         arrays = {} if copy is None else copy.arrays
         before = {name: torch.as_tensor(array).clone() for name, array in arrays.items()}
+        if saved is not None and rng.random() < 0.7:
+            saved = attrs.evolve(saved, arrays=before)  # as a session's file gives it back
         self._elsewhere(session, ahead, 2)
-        session.rewind(len(tokens) // 2 + 1)
+        session.replace(len(tokens) // 2 + 1, [])
         self._elsewhere(session, ahead, 2)
         changed = [name for name, array in before.items() if not torch.equal(array, torch.as_tensor(arrays[name]))]
         self.faults.note("D17", not changed, "arrays of a snapshot changed when the text went on", got=changed)
-        self.session = session.another(tokens, copied, saved)
+        self.session = session.another(tokens, copied=copied, saved=saved)
         self.session.drafts = session.drafts
-        self._elsewhere(session.another(tokens, copied, saved), ahead, 2)
+        self._elsewhere(session.another(tokens, copied=copied, saved=saved), ahead, 2)
         if rng.random() < 0.3:  # to before what was saved
             length = max(1, len(tokens) - int(2 ** rng.uniform(0, 8)))
-            self.session.rewind(length)
+            self.session.replace(length, [])
             self.session.feed(tokens[length:])
 
     def _elsewhere(self, session: ScriptedSession, ahead: Sequence[int], cycles: int) -> None:

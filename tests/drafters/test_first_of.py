@@ -87,22 +87,22 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
     """Any opinions, any outcomes, drafts that the engine cuts: the same calls reach every child, counts are right."""
     made.clear()
     choices = [Choice("noted", {"number": number, "every": every}) for number, every in enumerate(everys)]
-    played = ScriptedSession(subject=subject(*choices))
-    played.feed([1, 2, 3], chunk=2)
+    played = ScriptedSession(subject(*choices))
+    played.feed([1, 2, 3])
     expected = {number: [0, 0, 0] for number in range(len(everys))}
     for depth, accepted, next_token, cut in cycles:
         before = len(played.tokens)
         draft = played.cycle(depth, accepted, next_token, cut=cut)
         first = next((n for n, every in enumerate(everys) if before % every == 0), None) if depth else None
         if first is not None:
-            assert set(draft.tokens) <= {first}
+            assert set(draft) <= {first}
             expected[first][0] += 1
-            expected[first][1] += len(draft.tokens)
-            expected[first][2] += min(accepted, len(draft.tokens))
+            expected[first][1] += len(draft)
+            expected[first][2] += min(accepted, len(draft))
         else:
-            assert draft.tokens == ()
-    played.drafter.snapshot(played.context())
-    played.rewind(2)
+            assert draft == ()
+    played.drafter.snapshot(played.context)
+    played.replace(2, [])
     told = played.drafter.report()["drafters"]
     labels = ["noted", *(f"noted#{number}" for number in range(2, len(everys) + 1))]
     assert list(told) == labels
@@ -116,9 +116,9 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
 
 
 def test_each_is_asked_for_its_own_depth_and_names_its_draft():
-    played = ScriptedSession(subject=subject(*(Choice("noted", {"number": number}) for number in range(3))))
+    played = ScriptedSession(subject(*(Choice("noted", {"number": number}) for number in range(3))))
     played.feed([1, 2, 3])
-    context, limits = played.context(), {"noted": 0, "noted#2": 2, "noted#3": 4}
+    context, limits = played.context, {"noted": 0, "noted#2": 2, "noted#3": 4}
     assert played.drafter.propose(context, 3).drafter == "noted"
     context.depth_of = lambda drafter, depth: min(limits[drafter], depth)
     draft = played.drafter.propose(context, 3)
@@ -138,10 +138,10 @@ def test_a_model_to_draft_with_follows_a_look_up():
 def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
     """The others go on drafting, and the report names the member."""
     made.clear()
-    played = ScriptedSession(subject=subject(Choice("noted", {"number": 0}), Choice("noted", {"number": 1})))
+    played = ScriptedSession(subject(Choice("noted", {"number": 0}), Choice("noted", {"number": 1})))
     monkeypatch.setattr(made[0], "propose", lambda context, depth: [1])
     played.feed([1, 2, 3])
-    assert played.cycle(2, 0, 4).tokens == (1, 1)
+    assert played.cycle(2, 0, 4) == (1, 1)
     told = played.drafter.report()["drafters"]
     assert "propose" in told["noted"]["failed"]
     assert "failed" not in told["noted#2"]

@@ -126,8 +126,8 @@ def distributions_are_honest(subject: PluginSubject, run: Run) -> None:
         known: dict[tuple[int, ...], NDArray[np.float64]] = {}  # by what was drafted before
         for draw in run.repeat(200, least=60):
             sampling = attrs.evolve(SETTINGS[setting][0], seed=draw * 7919 + run.seed % 2**40)
-            noise = DraftNoise.INDEPENDENT
-            session = ScriptedSession(subject=subject, model=model, sampling=sampling, noise=noise, shared=shared)
+            context = Context([], sampling, draft_noise=DraftNoise.INDEPENDENT)
+            session = ScriptedSession(subject, model, context, shared=shared)
             session.feed(prompt)
             draft = session.propose(DEEP)
             if not draft.tokens:

@@ -16,8 +16,8 @@ import numpy as np
 
 from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, Draft, DraftNoise, Guarantee, Sampling, Verdict
+from specdec.drafters.gate import DraftGate, Drawing
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.sampling import draft_token
 from specdec.testing import strategies
 from specdec.testing.checks import (
     Broken,
@@ -173,20 +173,17 @@ def identical_models(subject: PluginSubject, run: Run) -> None:
         nonlocal most
         verifier, sampling = subject.make(), Sampling(temperature=temperature, seed=seed)
         context = Context(list(history), sampling, cycle=cycle, draft_noise=verifier.draft_noise)
-        tokens, probs, rows = list[int](), [], [model.logits(history)]
+        drawing, rows = Drawing(DraftGate(), context, reduced=False), [model.logits(history)]
         for _ in range(depth):
-            token, row = draft_token(HostLogits(rows[-1][None]), tokens, context)
-            tokens.append(token)
-            probs += [] if row is None else [row]
-            rows.append(model.logits([*history, *tokens]))
-        draft = Draft(tuple(tokens), np.stack(probs) if probs else None)
-        verdict = decide(verifier, Case(np.stack(rows), history, draft, sampling, cycle=cycle))
+            drawing.next(HostLogits(rows[-1][None]))
+            rows.append(model.logits([*history, *drawing.tokens]))
+        verdict = decide(verifier, Case(np.stack(rows), history, drawing.draft(), sampling, cycle=cycle))
         if verdict is None:
             return
         most = max(most, verdict.accepted)
         what = "a draft of the target itself was not accepted whole"
         if most:
-            expect(verdict.accepted >= depth, what, got=verdict.accepted, expected=depth, draft=tokens)
+            expect(verdict.accepted >= depth, what, got=verdict.accepted, expected=depth, draft=drawing.tokens)
 
     for seed in range(8):
         with contextlib.suppress(Broken):
