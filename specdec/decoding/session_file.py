@@ -272,8 +272,10 @@ def _finite(tensor: torch.Tensor) -> bool:
 # --- restoring -------------------------------------------------------------------------------------------------------
 
 
-def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs: Needs, path: Path) -> State:
+def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs: Needs, path: Path) -> State | None:
     """The state of a session that was read, after checking that it is what the file holds, bit for bit.
+
+    None if it is to be computed again from the tokens: a drafter without the MTP head saved it, and this one has it.
 
     Raises: SessionFileError when arrays are missing, or have another name, shape or dtype than the model's, or do not
     agree with the number of tokens; when the session is longer than ``capacity``.
@@ -304,7 +306,7 @@ def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs
         reason = f"its MTP head knows {state.pairs.length} of {state.length} positions"
     if reason:
         raise SessionFileError(f"the saved state does not fit this model: {reason}", file=path)
-    return state
+    return state if state.pairs is None or state.pairs.length == state.length else None
 
 
 def check_drafter(saved: DrafterSnapshot, again: DrafterSnapshot | None, name: str, path: Path) -> None:

@@ -22,7 +22,7 @@ from specdec.models.decoder import (
     Scale,
     as_is,
 )
-from specdec.models.fields import MOST_LAYERS, Fields
+from specdec.models.fields import LARGEST_EPS, MOST_LAYERS, Fields
 from specdec.models.mla import LatentAttention, LatentShape
 from specdec.models.moe import ClampedMoe, MoeShape, SparseMoe
 from specdec.models.weights import Weights
@@ -71,7 +71,7 @@ class DecoderConfig:
             "hidden_size": fields.whole("hidden_size"),
             "layers": fields.whole("num_hidden_layers", high=MOST_LAYERS),
             "activation": "silu" if activation == "hidden_act" else "gelu",
-            "eps": fields.epsilon(eps),
+            "eps": fields.real("rms_norm_eps", eps, high=LARGEST_EPS),
             "tied": fields.flag("tie_word_embeddings", tied),
         }
 

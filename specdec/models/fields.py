@@ -17,6 +17,7 @@ MOST_LAYERS = 2**16
 MOST_EXPERTS = 2**14
 LARGEST_HEAD = 2**16  # values; a head's rotary frequencies are computed from the config alone
 MOST_POSITIONS = 2**24  # up to here float32, in which rotary angles are computed, has every whole number
+LARGEST_EPS = 0.1  # of a norm
 _REALS = (1e-30, 1e30)  # their powers and quotients are still finite
 
 
@@ -50,19 +51,12 @@ class Fields:
         """The first of these names of one key that has a value, or else the first."""
         return next((key for key in keys if self._config.get(key) is not None), keys[0])
 
-    def real(self, key: str, default: float = _MISSING) -> float:
-        """A positive number, from 1e-30 to 1e30."""
-        value, (low, high) = self._value(key, default), _REALS
+    def real(self, key: str, default: float = _MISSING, *, high: float = _REALS[1]) -> float:
+        """A positive number, from 1e-30 to ``high``."""
+        value, low = self._value(key, default), _REALS[0]
         if type(value) not in (int, float) or not low <= value <= high:
             raise wrong(key, f"a positive number from {low} to {high}", value)
         return float(value)
-
-    def epsilon(self, default: float) -> float:
-        """``rms_norm_eps``, below 1."""
-        epsilon = self.real("rms_norm_eps", default)
-        if epsilon >= 1:
-            raise wrong("rms_norm_eps", "a positive number below 1", epsilon)
-        return epsilon
 
     def flag(self, key: str, default: bool = _MISSING) -> bool:
         """True or false."""

@@ -291,6 +291,20 @@ def test_a_file_that_does_not_fit_is_refused_with_its_reason(name, saved, refuse
     assert re.search(reason, refuses(file))
 
 
+@pytest.mark.parametrize("drafter", ["mtp", "auto"])
+def test_a_session_saved_without_the_head_drafts_as_a_cold_one(drafter, tmp_path):
+    settings = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+    first = specdec.load("demo", drafter="none").session()
+    first.generate("def add(a, b):", max_new_tokens=17, ignore_eos=True)
+    first.save(tmp_path / "s")
+    lm = specdec.load("demo", config=specdec.load_config(overrides=[f"drafter.name={drafter}"]), depth=4)
+    session, cold = lm.session(), lm.session()
+    session.load(tmp_path / "s")
+    got, wanted = session.generate(**settings), cold.generate(list(first.tokens), **settings)
+    assert got.tokens == wanted.tokens == first.generate(**settings).tokens
+    assert (got.stats.offered, got.stats.draft) == (wanted.stats.offered, wanted.stats.draft)
+
+
 def test_a_session_of_another_dtype_is_refused(saved, load):
     with pytest.raises(SessionFileError, match="another dtype: 'float32', this one has 'bfloat16'"):
         load("qwen3_5", "bfloat16").session().load(saved[1])

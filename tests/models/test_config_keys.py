@@ -78,7 +78,7 @@ def test_defaults_that_transformers_writes_are_taken():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_epsilon_is_a_positive_number_below_1(name):
+def test_an_epsilon_is_a_small_positive_number(name):
     for wrong in (1.6e28, 1, 0, -1e-6, "x"):
         with pytest.raises(CheckpointError, match="'rms_norm_eps' takes a positive number"):
             parsed(name, {"rms_norm_eps": wrong})

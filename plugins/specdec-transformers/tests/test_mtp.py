@@ -71,11 +71,11 @@ def test_the_first_draft_is_the_one_of_transformers_own_loop(target):
     assert model.draft_mtp(state, PROMPT[-1], 1) == (int(drafted[0, -1]),)
 
 
-def test_the_drafter_mtp_is_the_default_and_changes_no_token(checkpoint):
+def test_the_drafter_mtp_is_in_the_default_and_changes_no_token(checkpoint):
     folder = str(checkpoint("deepseek_v3"))
     plain = specdec.load(folder, backend="transformers", drafter="none")
     drafting = specdec.load(folder, backend="transformers", depth=3)
-    assert drafting.drafter.spec.name == "mtp"
+    assert drafting.drafter.title == "ngram, mtp"
     for start in (3, 30):
         prompt, settings = list(range(start, start + 12)), {"max_new_tokens": 30, "ignore_eos": True}
         got, wanted = drafting.generate(prompt, **settings), plain.generate(prompt, **settings)

@@ -28,7 +28,7 @@ from specdec.drafters.heads.files import (
 )
 from specdec.errors import CheckpointError, UnsupportedError, shown
 from specdec.models.decoder import AttentionShape
-from specdec.models.fields import MOST_LAYERS, Fields
+from specdec.models.fields import LARGEST_EPS, MOST_LAYERS, Fields
 from specdec.models.read_keys import ReadKeys
 
 # What speculators leaves out of a config because it equals the class's default.
@@ -256,7 +256,7 @@ def _geometry(files: HeadFiles, *, theta: float | None, ours: bool) -> Geometry:
         attention=AttentionShape(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, scale=head_dim**-0.5 * factor**2
         ),
-        eps=fields.epsilon(1e-6),
+        eps=fields.real("rms_norm_eps", 1e-6, high=LARGEST_EPS),
         windows=_windows(table, fields, layers),
     )
 
