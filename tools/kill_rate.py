@@ -1,6 +1,6 @@
 """Break the engine at random places and count how often the tests notice.
 
-    python tools/kill_rate.py [--count 300] [--seed 1] [--json FILE] [--commit COMMIT] [FILE ...]
+    python tools/kill_rate.py [--count 300] [--seed 1] [--json FILE] [--commit COMMIT] [--same FILE]
 
 Mutants are drawn by one seed over the files that decide what is generated. Each is one edit of the syntax tree: a
 comparison, an operator, a condition, a constant or a statement. The tests of those rooms run until one fails, on two

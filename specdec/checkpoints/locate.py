@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from specdec.errors import CheckpointError, cut, nearest
-from specdec.files.reading import kind, open_file
+from specdec.files.reading import kind, open_file, why
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split GGUF file
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")
@@ -152,8 +152,7 @@ def entries(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        why, usable = error.strerror or error, "a folder of safetensors that you may read"
-        raise CheckpointError(f"{folder} cannot be read: {why}", try_=usable) from error
+        raise CheckpointError(f"{folder} cannot be read: {why(error)}", try_="a folder of safetensors") from error
 
 
 def _nothing_there(model: str, path: Path) -> CheckpointError:

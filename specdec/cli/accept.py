@@ -67,7 +67,7 @@ def accept(
     small change).
 
     With --trace, what was generated is taken from a recording of specdec generate --trace or of another engine
-    (SPECDEC_TRACE), and drafts are compared with it: how many passes of the target would this drafter have saved?
+    (SPECDEC_TRACE), and compared with what --drafter drafts: how many passes of the target would it have saved?
 
     Ctrl-C ends the measurement; the report then covers the finished prompts. The exit status is 1 if a mistake
     switched on with --ablate changed the output although verifier and backend promise that no draft can.

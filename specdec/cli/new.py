@@ -18,6 +18,7 @@ import click
 from specdec._version import __version__
 from specdec.cli import output
 from specdec.errors import ConfigError, did_you_mean
+from specdec.files.reading import why
 
 _TEMPLATES = Path(__file__).parent / "template"
 _SHIPPED = _TEMPLATES / "shipped"  # in a package: what pyproject.toml's ``force-include`` puts there
@@ -186,4 +187,4 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}", try_="--into FOLDER") from error
+        raise ConfigError(f"{folder} cannot be written: {why(error)}", try_="--into FOLDER") from error

@@ -23,7 +23,7 @@ Cut = Callable[[tuple[int, ...]], int]
 
 
 def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
-    """Run one ``cycle`` with passes of its own; takes the same arguments and raises the same errors."""
+    """Run one ``cycle`` with passes of its own; arguments and errors as there."""
     return run_passes(cycle(sequence, depth, cut, stats))
 
 

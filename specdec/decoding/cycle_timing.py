@@ -20,6 +20,7 @@ from specdec.decoding.result import RunStats
 from specdec.decoding.sequence import prefill
 from specdec.decoding.session import Session
 from specdec.errors import UnsupportedError
+from specdec.files.reading import why
 from specdec.logs import get_logger
 from specdec.records import machine
 from specdec.records.cost_table import CostIdentity, CostTable, read_costs, write_costs
@@ -79,8 +80,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str]) -> CostTable:
             log.info("cost_table_not_kept", reason="repeats disagreed: the machine was busy")
             path.unlink(missing_ok=True)
     except OSError as error:
-        reason = error.strerror or error
-        notices.append(f"the cost table cannot be kept: {reason} ({path.parent}); every start measures it again")
+        notices.append(f"the cost table cannot be kept: {why(error)} ({path.parent}); every start measures it")
     return table
 
 

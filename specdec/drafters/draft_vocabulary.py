@@ -61,7 +61,7 @@ class DraftVocabulary:
         try:
             Path(path).write_text("{\n" + text + "\n}\n")
         except OSError as error:
-            raise ConfigError(f"cannot write the draft vocabulary: {error.strerror or error}", file=path) from error
+            raise ConfigError(f"cannot write the draft vocabulary: {why(error)}", file=path) from error
 
     @classmethod
     def read(cls, path: Path | str) -> DraftVocabulary:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from specdec.errors import UnsupportedError
+from specdec.files.reading import why
 
 
 class _Checked(io.RawIOBase):
@@ -71,4 +72,4 @@ def _checked(stream: Any, failed: Any) -> io.TextIOWrapper:
 def _output_failed(error: OSError) -> None:
     if isinstance(error, BrokenPipeError):
         raise SystemExit(0) from error
-    raise UnsupportedError(f"standard output cannot be written: {error.strerror or error}") from error
+    raise UnsupportedError(f"standard output cannot be written: {why(error)}") from error

@@ -198,7 +198,7 @@ def read_trace(path: str | Path) -> Trace:
     try:
         content = read_bytes(path, LARGEST)
     except OSError as error:
-        raise PromptError(f"the trace cannot be read: {error.strerror or error}", file=path) from error
+        raise PromptError(f"the trace cannot be read: {why(error)}", file=path) from error
     lines = content.splitlines()
     reader: _Section | None = None
     requests: list[TracedRequest] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from specdec.errors import UnsupportedError
+from specdec.files.reading import why
 
 if TYPE_CHECKING:
     from specdec.measuring.runs import Run
@@ -74,7 +75,7 @@ class DraftLog:
             with open(self.path, self._mode, encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in log_rows(run, self._tokenizer))
         except OSError as error:
-            message = f"the log cannot be written: {error.strerror or error}"
+            message = f"the log cannot be written: {why(error)}"
             self.failure = UnsupportedError(message, file=self.path)
         self._mode = "a"
 

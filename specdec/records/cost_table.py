@@ -20,7 +20,7 @@ from specdec._version import __version__
 from specdec.contract import ModelInfo
 from specdec.errors import UnsupportedError, cut, described
 from specdec.files.keeping import make_folder, replacing
-from specdec.files.reading import parse_json, read_text
+from specdec.files.reading import parse_json, read_text, why
 from specdec.records import machine
 from specdec.records.store import cache_folder
 
@@ -128,7 +128,7 @@ def read_costs(path: Path) -> CostTable | str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
-        return f"the cost table {path} cannot be read: {error.strerror or error}"
+        return f"the cost table {path} cannot be read: {why(error)}"
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         return f"the cost table {path} is broken ({cut(described(error), 500)})"
 

@@ -23,7 +23,7 @@ import torch
 from specdec.checkpoints.gguf.blocks import BLOCKS
 from specdec.checkpoints.reader import DTYPES, StoredTensor
 from specdec.errors import CheckpointError, shown
-from specdec.files.reading import open_file
+from specdec.files.reading import open_file, why
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -84,7 +84,7 @@ def mapped(path: Path) -> mmap.mmap:
         with open_file(path) as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}", file=path) from error
+        raise CheckpointError(f"{path.name} cannot be read: {why(error)}", file=path) from error
     except ValueError as error:
         raise CheckpointError(f"{path.name} is empty", file=path, try_="download it again") from error
 
