@@ -23,7 +23,7 @@ Cut = Callable[[tuple[int, ...]], int]
 
 
 def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
-    """Run one ``cycle`` with passes of its own; arguments and errors as there."""
+    """Run one ``cycle`` with passes of its own; its arguments and errors are the same."""
     return run_passes(cycle(sequence, depth, cut, stats))
 
 

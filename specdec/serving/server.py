@@ -19,6 +19,7 @@ from anyio import to_thread
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specdec.errors import ConfigError
+from specdec.files.reading import why
 from specdec.serving.app import Service, application
 from specdec.serving.engine import Engine
 
@@ -47,10 +48,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"--host {host!r} is no address of this machine", reason=reason, try_="--host 127.0.0.1, or 0.0.0.0 for all"
-        ) from error
+        message, usable = f"--host {host!r} is no address of this machine", "--host 127.0.0.1, or 0.0.0.0 for all"
+        raise ConfigError(message, reason=why(error), try_=usable) from error
     try:
         both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes version 4 too
         return socket.create_server(address, family=family, dualstack_ipv6=both)
