@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
-LOOK_UP = Choice("ngram", {"min_order": 4, "max_order": 4})  # in front of an MTP head or a draft model
+SHORTEST = {"mtp": 4, "draft_model": 2}  # tokens of the shortest match of the look-up in front of each
 
 
 def build(config: RunConfig) -> LanguageModel:
@@ -89,7 +89,7 @@ def resolved(choice: Choice, head: bool | None = None) -> Choice:
     """The drafter that ``drafter.name = "auto"`` stands for; another choice as it is.
 
     An MTP head, or a draft model without a drafter's name, is asked where a look-up, which costs nothing, finds no long
-    match.
+    match. The drafts of a draft model cost more, so shorter matches come before them.
 
     Args:
         head: whether the target has an MTP head; None if that is not known yet, and then "auto" may stay.
@@ -102,7 +102,8 @@ def resolved(choice: Choice, head: bool | None = None) -> Choice:
         return Choice("ngram", sources={"drafter.name": "drafter = auto"})
     else:
         model = Choice("mtp", sources={"": "drafter"})
-    return Choice("first_of", {"drafters": (LOOK_UP, model)}, sources=choice.sources)
+    look_up = Choice("ngram", {"min_order": SHORTEST[model.name], "max_order": 4})
+    return Choice("first_of", {"drafters": (look_up, model)}, sources=choice.sources)
 
 
 def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:

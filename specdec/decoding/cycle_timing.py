@@ -197,7 +197,7 @@ class _Measured:
         prefill(self._session.sequence, self._stats)
         self._context, self._capacity = context, lm.capacity
         self._verify: dict[int, list[float]] = {}
-        self._draft: dict[int, list[float]] = {}
+        self._draft: dict[str, dict[int, list[float]]] = {"": {}}  # by drafter of a chain
         self._commit: list[float] = []
 
     def verify(self, rows: int) -> float:
@@ -223,15 +223,18 @@ class _Measured:
         if keep:
             self._verify.setdefault(depth + 1, []).append(seconds)
             if record.offered:
-                self._draft.setdefault(record.offered, []).append(record.draft_seconds)
+                drafts = self._draft.setdefault(record.drafter, {})
+                drafts.setdefault(record.offered, []).append(record.draft_seconds)
             self._commit.append(record.commit_seconds)
 
     def table(self) -> CostTable:
         """The measurements so far."""
         times = [sorted(seconds) for seconds in self._verify.values()]
+        drafter, drafts = max(self._draft.items(), key=lambda item: len(item[1]))
         return CostTable(
             verify={rows: min(seconds) for rows, seconds in self._verify.items()},
-            draft={0: 0.0, **{tokens: min(seconds) for tokens, seconds in self._draft.items()}},
+            draft={0: 0.0, **{tokens: min(seconds) for tokens, seconds in drafts.items()}},
+            drafter=drafter,
             commit=min(self._commit),
             steady=all(seconds[1] < STEADY * seconds[0] for seconds in times if len(seconds) > 1),
         )

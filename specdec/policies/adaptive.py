@@ -285,10 +285,13 @@ class AdaptivePolicy(DepthPolicy):
         self._asked: dict[str, int] = {}  # the depths that a chain asked for in this cycle
 
     def _of(self, drafter: str) -> DrafterDepth:
-        """The depth of a drafter, by its name in a chain; a name seen for the first time starts from the table."""
+        """The depth of a drafter, by its name in a chain. It starts from the table, which has the costs of one."""
         if drafter not in self._drafters:
+            table = self._learnt.table
             drafts = self._learnt.drafts[: self._config.max_depth + 1]
-            self._drafters[drafter] = DrafterDepth(self._config, self._passes, drafts, self._learnt.table is not None)
+            if table is not None and drafter not in ("", table.drafter):
+                drafts = [0.0] * len(drafts)
+            self._drafters[drafter] = DrafterDepth(self._config, self._passes, drafts, table is not None)
         return self._drafters[drafter]
 
     @property

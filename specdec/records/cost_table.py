@@ -24,7 +24,7 @@ from specdec.files.reading import parse_json, read_text, why
 from specdec.records import machine
 from specdec.records.store import cache_folder
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "SPECDEC_COSTS"
 """Environment variable: the folder of cost tables, or "off" to keep none."""
 
@@ -52,6 +52,7 @@ class CostTable:
     verify: Mapping[int, float] = attrs.field(converter=plausible)
     # drafted tokens -> seconds of propose; 0 -> 0.0
     draft: Mapping[int, float] = attrs.field(converter=plausible)
+    drafter: str = ""  # whose drafts, by its name in a chain; the others cost nothing beside them
     commit: float  # seconds of commit, observe and bookkeeping per cycle
     steady: bool = attrs.field(default=True, eq=False)  # whether repeats agreed; otherwise the table is not kept
 
@@ -138,18 +139,18 @@ def _table(data: Any) -> CostTable:
     if data["format"] != FORMAT:
         raise ValueError(f"not a cost table of format {FORMAT}")
     verify, draft = ({int(at): float(taken) for at, taken in data[part].items()} for part in ("verify", "draft"))
-    commit = float(data["commit"])
+    commit, drafter = float(data["commit"]), str(data["drafter"])
     if not all(0.0 <= seconds <= _LONGEST for seconds in (*verify.values(), *draft.values(), commit)):
         raise ValueError("it has what is not a number of seconds")
     if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(verify.values()) <= 0.0:
         raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
-    return CostTable(verify=verify, draft=draft, commit=commit)
+    return CostTable(verify=verify, draft=draft, drafter=drafter, commit=commit)
 
 
 def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:
     """Write a table and its identity, replacing the file atomically. Raises: OSError."""
-    seconds = {"verify": table.verify, "draft": table.draft, "commit": table.commit}
-    data = {"format": FORMAT, "identity": attrs.asdict(identity), **seconds}
+    costs = {part: getattr(table, part) for part in ("verify", "draft", "drafter", "commit")}
+    data = {"format": FORMAT, "identity": attrs.asdict(identity), **costs}
     make_folder(path.parent)
     with replacing(path) as new:
         new.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 from specdec.contract import CycleRecord, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
 from specdec.policies.adaptive import GRANT, SHARE, AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
+from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel
 from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
 from tests.selection import cases
@@ -119,6 +120,14 @@ def test_the_drafters_of_a_chain_have_depths_of_their_own(often, deep, slow):
         usual = 0 if plain > len(last) else statistics.mode(last)
         assert usual in slow
         assert not deep or statistics.mode(depth for name, depth in depths[300:] if name == "look-up") in deep
+
+
+def test_a_table_prices_the_drafter_that_it_was_measured_with():
+    """The look-up in front of a slow model starts as free as it is."""
+    costs = {"verify": {1: 1.0, 9: 1.1}, "draft": {0: 0.0, 8: 24.0}, "commit": 0.0}
+    for measured, free in (("model", "look-up"), ("look-up", "model")):
+        policy = adaptive(CostTable(**costs, drafter=measured))
+        assert policy.depth_of(free, 8) > policy.depth_of(measured, 8) == 1  # a trial
 
 
 def test_a_draft_that_the_budget_forbids_has_a_reason():

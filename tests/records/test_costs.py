@@ -113,10 +113,11 @@ def test_measuring_prices_every_depth_and_changes_nothing(demo):
     assert demo.generate("def add", max_new_tokens=24, ignore_eos=True).tokens == before.tokens
 
 
-def test_a_chain_is_priced_by_its_model():
-    """The measured text never repeats, so a look-up drafts nothing there."""
+def test_a_look_up_drafts_nothing_where_costs_are_measured():
+    """The measured text never repeats."""
     lm = specdec.load("demo", drafter={"name": "ngram", "min_order": 4}, depth=1)
     assert measure_costs(lm, budget_s=float("inf")).draft == {0: 0.0}
+    assert measure_costs(specdec.load("demo", depth=1)).drafter == "mtp"  # of the default chain
 
 
 def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(demo):
@@ -147,11 +148,13 @@ TABLE = CostTable(verify={1: 0.5, 4: 0.75}, draft={0: 0.0, 3: 0.125}, commit=0.0
 @given(
     verify=st.dictionaries(st.integers(1, 64), seconds).map(lambda d: {1: 1.0, **d}),
     draft=st.dictionaries(st.integers(1, 64), seconds),
+    drafter=st.sampled_from(["", "mtp", "ngram#2"]),
     commit=st.floats(0.0, 10.0),
 )
-def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify, draft, commit):
+def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify, draft, drafter, commit):
     path = tmp_path_factory.mktemp("costs") / "new" / "table.json"
-    table, identity = CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit), cost_identity(demo)
+    table = CostTable(verify=verify, draft={0: 0.0, **draft}, drafter=drafter, commit=commit)
+    identity = cost_identity(demo)
     write_costs(path, table, identity)
     assert read_costs(path) == table
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]  # nothing half written stays
@@ -187,10 +190,10 @@ def test_a_kept_table_that_is_much_too_slow_is_replaced_silently(folder, demo, m
 
 BROKEN = [
     "",
-    '{"format": 1}',
-    '{"format": 2, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}, "commit": 0}',
+    '{"format": 2}',
+    '{"format": 1, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}, "drafter": "", "commit": 0}',
     *(
-        f'{{"format": 1, "identity": {{}}, "verify": {verify}, "draft": {draft}, "commit": 0}}'
+        f'{{"format": 2, "identity": {{}}, "verify": {verify}, "draft": {draft}, "drafter": "", "commit": 0}}'
         for verify, draft in (
             ('{"1": -1}', '{"0": 0}'),
             ('{"2": 1}', '{"0": 0}'),
