@@ -494,6 +494,14 @@ INLINE uint64_t eight_codes(const uint8_t* from, int64_t k, int64_t bits) {
     return codes;
 }
 
+// Eight codes of four bits, in the order of a word of NIBBLES.
+INLINE uint32_t in_order(uint32_t word) {
+    const uint32_t inner = (word ^ word >> 4) & 0x00f000f0;
+    word ^= inner | inner << 4;
+    const uint32_t middle = (word ^ word >> 8) & 0x0000ff00;
+    return word ^ (middle | middle << 8);
+}
+
 constexpr int64_t LINES = 512;  // bytes of a row that are read at a time: a few lines beside each other
 
 // How the codes of a file are stored: `internal` [256] has the kind's own.
@@ -612,24 +620,40 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
                        const char* scales, const char* offsets, const float* scale_units, const float* offset_units,
                        int64_t block_rows, int64_t block_columns, int64_t side_columns, void* to, int64_t release,
                        int64_t threads) {
+    const Packed w = *(const Packed*)header;
     std::memcpy(to, header, sizeof(Packed));
-    const Packed& w = *(const Packed*)to;
     const Layout layout(w);
+    const int64_t groups = w.groups(), wide = block_columns / w.group;
     const Translation translation(w, internal, 1 << bits);
     const int64_t at_once = std::max<int64_t>(1, LINES * 8 / (w.group * bits));
+    const bool whole_words = w.kind == NIBBLES && bits == 4 && !translation.looks_up && !translation.flips;
     for_panels(codes, row_bytes, w.n, release, threads, [&](int64_t i) {
         char* panel = (char*)to + HEADER + i * w.panel_bytes();
         const int64_t features = std::min(FEATURES, w.n - i * FEATURES);
         if (features < FEATURES) std::memset(panel, 0, w.panel_bytes());
-        for (int64_t begin = 0; begin < w.groups(); begin += at_once)
-            for (int64_t f = 0; f < features; ++f)
-                for (int64_t g = begin; g < std::min(begin + at_once, w.groups()); ++g) {
+        for (int64_t begin = 0; begin < groups; begin += at_once) {
+            const int64_t end = std::min(begin + at_once, groups);
+            if (whole_words) {  // moved as in a matrix of floats, then put in order
+                uint32_t words[LINES / WORD * FEATURES];
+                const int64_t count = (std::min(end * w.group, w.k) - begin * w.group) / 8 * FEATURES;
+                pack_panel((const char*)codes + i * FEATURES * row_bytes + begin * w.group / 2, row_bytes,
+                           count / FEATURES, features, words);
+                for (int64_t at = 0, of_group = w.group / 8 * FEATURES; at < count; at += of_group) {
+                    auto* packed = (uint32_t*)layout.at(panel, begin + at / of_group).codes;
+                    for (int64_t j = 0; j < std::min(of_group, count - at); ++j)
+                        packed[j] = in_order(words[at + j]);
+                }
+            }
+            for (int64_t f = 0; f < features; ++f) {
+                const int64_t row = i * FEATURES + f, blocks = row / block_rows * side_columns;
+                for (int64_t g = begin; g < end; ++g) {
                     const Group at = layout.at(panel, g);
-                    const int64_t row = i * FEATURES + f, first = g * w.group, columns = std::min(w.group, w.k - first);
-                    const int64_t block = row / block_rows * side_columns + first / block_columns;
+                    const int64_t first = g * w.group, columns = std::min(w.group, w.k - first);
+                    const int64_t block = blocks + g / wide;
                     const int64_t unit = row * w.blocks() + (g >> w.shift);
                     put_side(w, at, 0, f, scales + block * w.side_width(), scale_units + unit);
                     if (offsets) put_side(w, at, 1, f, offsets + block * w.side_width(), offset_units + unit);
+                    if (whole_words) continue;
                     uint8_t group[MAX_GROUP];
                     for (int64_t k = 0; k < columns; k += 8) {
                         const uint64_t eight = eight_codes((const uint8_t*)codes + row * row_bytes, first + k, bits);
@@ -638,6 +662,8 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
                     translation.apply(group, columns);
                     put_codes(w, group, columns, (char*)at.codes + f * WORD);
                 }
+            }
+        }
     });
 }
 

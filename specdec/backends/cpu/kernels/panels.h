@@ -178,6 +178,7 @@ template <class T, bool FETCH> INLINE PanelTile<T> panel_tile_of(int64_t rows, i
 
 // --- packing (pack.cpp) --------------------------------------------------------------------------------------------------
 
+void pack_panel(const char* from, int64_t stride, int64_t words, int64_t rows, uint32_t* to);
 void fetch_pages(const void* at, int64_t bytes);
 void give_back(const void* at, int64_t bytes);
 
