@@ -354,7 +354,7 @@ class LanguageModel(Parts):
         Returns the results in the order of the prompts; after ``batch.stop()``, of those that had begun.
 
         Raises: PromptError for an unusable prompt, by its number, before anything runs. The first error of a
-            generation, once the others have ended.
+            generation, once the others have ended; a note has the prompt's number.
         """
         if max_batch < 1:
             raise PromptError(f"max_batch is at least 1, got {shown(max_batch)}")
@@ -364,6 +364,7 @@ class LanguageModel(Parts):
         begin = [functools.partial(self.stream, tokens, **settings) for tokens in encoded]
         for number, result in (batch or Batch()).run(begin, max_batch):
             if isinstance(result, Exception):
+                result.add_note(f"in the generation of prompt number {number}")
                 failures.append(result)
             else:
                 results[number] = result

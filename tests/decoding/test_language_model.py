@@ -10,7 +10,7 @@ import pytest
 import specdec
 from specdec.config import GenerationConfig, GenerationSettings
 from specdec.decoding.parts import CallSettings
-from specdec.errors import PromptError
+from specdec.errors import PromptError, SpecdecError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
 
@@ -97,6 +97,9 @@ def test_a_batch_names_a_bad_prompt(lm):
     with pytest.raises(PromptError, match="max_batch is at least 1"):
         lm.generate_batch(prompts, max_batch=0)
     assert lm.generate_batch([]) == []
+    with pytest.raises(SpecdecError) as failed:
+        lm.generate_batch(prompts, top_p=7.0)
+    assert failed.value.__notes__ == ["in the generation of prompt number 0"]
 
 
 def test_objects_are_readable(lm):
