@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
-SHORTEST = {"mtp": 4, "draft_model": 2}  # tokens of the shortest match of the look-up in front of each
+SHORTEST_MATCH = {"mtp": 4, "draft_model": 2}  # tokens, of the look-up in front of each
 
 
 def build(config: RunConfig) -> LanguageModel:
@@ -102,7 +102,7 @@ def resolved(choice: Choice, head: bool | None = None) -> Choice:
         return Choice("ngram", sources={"drafter.name": "drafter = auto"})
     else:
         model = Choice("mtp", sources={"": "drafter"})
-    look_up = Choice("ngram", {"min_order": SHORTEST[model.name], "max_order": 4})
+    look_up = Choice("ngram", {"min_order": SHORTEST_MATCH[model.name], "max_order": 4})
     return Choice("first_of", {"drafters": (look_up, model)}, sources=choice.sources)
 
 

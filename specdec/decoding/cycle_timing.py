@@ -114,7 +114,7 @@ def measure_costs(
     """Measure in a separate session, on arbitrary tokens; keeps the smallest of ``repeats``, since noise only adds.
 
     Passes are timed by row count, whatever the drafter does. Drafts are timed at the lengths that the drafter returns;
-    if it drafts nothing here, ``draft`` stays at 0 seconds.
+    if it drafts nothing here, ``draft`` stays at 0 seconds. Those of a chain are of the member that gave most lengths.
 
     Raises: UnsupportedError when a session is too short for a cycle of depth 1.
     """
@@ -170,7 +170,7 @@ def _warm_up_head(target: ForwardPass, rows: int) -> None:
 class _Unrepeated(Verifier):
     """Verifies as ``strict`` does, since a table holds for every verifier, and rejects for a token that is new.
 
-    A look-up finds no match in such a text, so a chain of drafters is priced by the model that drafts elsewhere.
+    A look-up finds no match in such a text, so what is timed of a chain is the model that drafts elsewhere.
     """
 
     guarantee = Guarantee.EXACT

@@ -151,8 +151,8 @@ class DraftCosts:
     """Seconds of a draft by its tokens, at the table's load.
 
     A line through decayed observations and through the table's costs of the shortest and the deepest draft, scaled to
-    the observations, which count as one observation each: drafters take their time per draft or per token, and a table
-    of a chain mixes drafters. Without costs in the table, drafts of twice the tokens are assumed to take twice as long.
+    the observations, which count as one observation each: drafters take their time per draft or per token. Without
+    costs in the table, drafts of twice the tokens are assumed to take twice as long.
 
     Attributes:
         line: seconds of a draft of no tokens, and of each token.
