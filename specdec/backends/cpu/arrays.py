@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
 CPU = torch.device("cpu")  # named wherever memory is allocated: a program may have set another default device
-SERIAL = 32768  # elements from which torch.cat starts threads of its own beside the kernels'
+SERIAL = 32768  # elements from which torch copies with threads of its own, which then spin beside the kernels'
 
 
 class CpuHidden(ArrayHidden):
@@ -28,7 +28,7 @@ class CpuHidden(ArrayHidden):
         if whole * first[0].numel() < SERIAL:
             return torch.cat(arrays)
         joined = torch.empty(whole, *first.shape[1:], dtype=first.dtype, device=CPU)
-        _copy(arrays, rows, joined)
+        copy_rows(arrays, rows, joined)
         return joined
 
     def rows(self) -> Float32:
@@ -46,7 +46,7 @@ class CpuLogits(HostLogits):
         return rows
 
 
-def _copy(arrays: list[Any], rows: list[int], to: torch.Tensor) -> None:
+def copy_rows(arrays: list[Any], rows: list[int], to: torch.Tensor) -> None:
     """Write arrays of so many rows one after another to ``to``, without threads of torch's own."""
     if to.numel() < SERIAL:
         torch.cat(arrays, out=to)
@@ -55,10 +55,10 @@ def _copy(arrays: list[Any], rows: list[int], to: torch.Tensor) -> None:
     else:
         middle = len(arrays) // 2
         before = sum(rows[:middle])
-        _copy(arrays[:middle], rows[:middle], to[:before])
-        _copy(arrays[middle:], rows[middle:], to[before:])
+        copy_rows(arrays[:middle], rows[:middle], to[:before])
+        copy_rows(arrays[middle:], rows[middle:], to[before:])
 
 
 def _bytes(array: torch.Tensor) -> Any:
     """The same memory for numpy, which has no bfloat16."""
-    return array.contiguous().view(torch.uint8).numpy()
+    return array.view(torch.uint8).numpy()

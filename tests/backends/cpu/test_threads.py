@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
+from specdec.backends.cpu.arrays import SERIAL
 from specdec.backends.cpu.backend import CpuBackend
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.threads import Threads, given_processors
@@ -38,6 +40,31 @@ def test_callers_share_the_team(callers, threads, features, rounds):
 
     with ThreadPoolExecutor(callers) as pool:
         assert all(pool.map(call, range(callers)))
+
+
+class LargeOps(TorchDispatchMode):
+    """Names the operations that torch would share among threads of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() >= SERIAL and not (op.is_view or "empty" in op.name()):
+            self.seen.append(op.name())
+        return result
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_decoding_starts_no_threads_of_torchs_own(name):
+    """They spin for some milliseconds after an operation, and take a core from the kernels."""
+    lm = specdec.load("demo", drafter={"name": name, "model": "random"}, depth=2)
+    lm.generate("Once", max_new_tokens=4)  # recordings
+    with LargeOps() as large:
+        lm.generate("Once upon a time. " * 20, max_new_tokens=8)
+        torch.ones(SERIAL).add_(1)
+    assert large.seen == ["aten::ones", "aten::add_.Tensor"]
 
 
 def test_more_threads_than_processors_are_said():
