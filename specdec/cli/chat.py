@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from specdec.cli.options import FILE, TEXT, configured, interruptible, load_mode
 from specdec.cli.run_report import promise, speculation_line
 from specdec.config import Override, RunConfig
 from specdec.errors import ConfigError, PromptError, SpecdecError, did_you_mean, shown
+from specdec.files.streams import OutputError
 
 if TYPE_CHECKING:
     from specdec.decoding.conversation import Conversation
@@ -51,7 +53,9 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     try:
         template = {".".join(override.path): override.value for override in map(Override.parse, variables)}
     except ConfigError as error:
-        raise ConfigError("--template takes KEY=VALUE, such as enable_thinking=false", got=shown(variables)) from error
+        raise ConfigError(
+            "--template takes KEY=VALUE, such as enable_thinking=false", got=", ".join(map(shown, variables))
+        ) from error
     lm = load_model(config)
     conversation = Conversation(lm, system=system, template=template)
     if load_file is not None:
@@ -93,12 +97,16 @@ class Chat:
         for line in _lines(lambda: self._quit):
             try:
                 self._take(line)
+            except OutputError:
+                raise
             except SpecdecError as error:  # the conversation is unchanged
                 self._say(f"{type(error).__name__}: {error}")
             except KeyboardInterrupt:
                 self._say("\naborted")
 
     def _take(self, line: str) -> None:
+        if re.search("[\udc80-\udcff]", line):  # bytes that are not UTF-8, as the streams keep them
+            raise PromptError("the line is not valid UTF-8")
         text = line.strip()
         if text.startswith("//"):
             self._answer(text[1:])
@@ -153,12 +161,16 @@ class Chat:
         turns = whole_number(argument or "1")
         if turns is None:
             raise PromptError(f"/rewind takes a number of turns, got {shown(argument)}", try_="/rewind 1")
-        self._conversation.rewind(turns)
+        self._forget(turns)
         self._say(f"{output.count(self._conversation.turns, 'turn')} left")
+
+    def _forget(self, turns: int) -> None:
+        self._conversation.rewind(turns)
+        self._saved.clear()  # files that have these turns are no longer this conversation's own
 
     def _regenerate(self, _: str) -> None:
         messages = self._conversation.messages
-        self._conversation.rewind()
+        self._forget(1)
         if not self._settings.get("temperature", self._config.generation.temperature):
             self._say("(greedy decoding gives the same answer; /set temperature=0.8 samples)")
         self._answer(messages[-2]["content"])
@@ -170,7 +182,7 @@ class Chat:
 
     def _clear(self, _: str) -> None:
         if self._conversation.turns:
-            self._conversation.rewind(self._conversation.turns)
+            self._forget(self._conversation.turns)
         self._last = None
         self._say("the conversation is empty")
 
@@ -184,7 +196,10 @@ class Chat:
             override = Override.parse(argument)
         except ConfigError as error:
             example = 'temperature=0.8 or stop=["a", "b"]'
-            raise PromptError(f"/set takes KEY=VALUE, such as {example}, got {shown(argument)}") from error
+            raise PromptError(
+                f"/set takes KEY=VALUE, such as {example}, got {shown(argument)}",
+                reason=error.message if "=" in argument else None,
+            ) from error
         key = override.path[-1]
         settings = {**self._settings, key: override.value}
         if override.path not in ((key,), ("generation", key)):
@@ -196,11 +211,11 @@ class Chat:
         except PromptError as error:
             raise PromptError(error.message.removeprefix("generation."), **error.facts) from None
         self._settings = settings
-        self._say(f"{key} is {override.value}")
+        self._say(f"{key} is {shown(override.value)}")
 
     def _save(self, argument: str) -> None:
         file = _path(argument, "save").absolute()
-        if file not in self._saved and os.path.lexists(file):
+        if file not in self._saved and os.path.lexists(file) and not file.is_dir():
             raise PromptError(
                 f"there is a file {shown(argument)} already", try_=f"/save! {argument}, which replaces it"
             )
@@ -214,6 +229,7 @@ class Chat:
 
     def _load(self, argument: str) -> None:
         self._conversation.load(_path(argument))
+        self._saved.clear()
         self._last = None
         messages = self._conversation.messages
         self._say(f"loaded {output.count(self._conversation.turns, 'turn')}")
@@ -284,9 +300,7 @@ def _lines(done: Callable[[], bool]) -> Iterator[str]:
     if terminal:
         read = _line_editor()
     elif hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(
-            encoding="utf-8", errors="replace"
-        )  # a stray byte in piped text must not end the conversation
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     parts: list[str] = []
     while not done():
         try:

@@ -126,8 +126,8 @@ def _check_name(name: str) -> None:
 
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise ConfigError(
-            f"a plugin's name is lower-case letters and digits, in words joined by '-', at most {_LONGEST} characters, "
-            f"got {name!r}",
+            f"a plugin's name is lower-case letters and digits, in words joined by '-'; it begins with a letter "
+            f"and has at most {_LONGEST} characters; got {name!r}",
             try_="my-drafter",
         )
     registered = registry()

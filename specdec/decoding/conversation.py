@@ -139,8 +139,9 @@ class Conversation:
         """
         self._settle()
         if not 1 <= turns <= self.turns:
-            there = f"1 to {self.turns}" if self.turns else "nothing: there is no turn yet"
-            raise StateError(f"rewind takes {there}, got {shown(turns)}")
+            raise StateError(
+                f"rewind takes 1 to {self.turns}, got {shown(turns)}" if self.turns else "there is no turn yet"
+            )
         del self._turns[self.turns - turns :]
         self._settle()
 

@@ -11,6 +11,10 @@ from specdec.errors import UnsupportedError
 from specdec.files.reading import why
 
 
+class OutputError(UnsupportedError):
+    """Standard output cannot be written."""
+
+
 class _Checked(io.RawIOBase):
     """A raw stream whose first failed write calls ``failed``; that write and all later ones are dropped.
 
@@ -47,7 +51,7 @@ def prepare() -> None:
     """Make the standard streams of this process safe to use.
 
     A closed stdin is empty, and a closed stdout fails when it is written to. A failed write to stdout raises
-    UnsupportedError, or SystemExit with status 0 if the reader of a pipe has gone, as ``head`` goes. What cannot be
+    OutputError, or SystemExit with status 0 if the reader of a pipe has gone, as ``head`` goes. What cannot be
     written to stderr is dropped: it never ends a command.
     """
     for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
@@ -72,4 +76,4 @@ def _checked(stream: Any, failed: Any) -> io.TextIOWrapper:
 def _output_failed(error: OSError) -> None:
     if isinstance(error, BrokenPipeError):
         raise SystemExit(0) from error
-    raise UnsupportedError(f"standard output cannot be written: {why(error)}") from error
+    raise OutputError(f"standard output cannot be written: {why(error)}") from error

@@ -160,10 +160,12 @@ class Measurement(Generations):
     def __init__(
         self, lm: LanguageModel, *, progress: Callable[[int, int], None] | None = None, model: str = "", **settings: Any
     ) -> None:
-        if lm.drafter.spec.name == "none":
+        drafts = lm.drafter.spec.name != "none"
+        if not drafts or getattr(lm.depth.config, "depth", None) == 0:
+            idle = "depth 0" if drafts else "the drafter 'none'"
             raise UnsupportedError(
-                "the drafter 'none' drafts nothing, so there is nothing to measure",
-                try_="drafter.name = mtp or ngram (specdec plugins lists them)",
+                f"{idle} drafts nothing, so there is nothing to measure",
+                try_="depth = auto" if drafts else "drafter.name = mtp or ngram (specdec plugins lists them)",
             )
         self._lm = lm
         self._generation = with_seed(override_generation(lm.config.generation, settings))

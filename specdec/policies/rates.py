@@ -222,7 +222,7 @@ class Rates:
     def __init__(self, passes: PassCosts, drafts: Sequence[float], window: int) -> None:
         self._passes, self._drafts = passes, DraftCosts(drafts)
         self._gains, self._offers = Counts(len(drafts) - 1, window), Counts(len(drafts) - 1, window)
-        self._slowness = 1.0  # seconds of the last draft / expected
+        self._late = 0.0  # seconds that the last draft took longer than expected, at the table's load
         self._begun = False  # whether this generation has had a draft: the first one also reads the prompt
         self.plain_cycles = 0
         self.tokens: list[float] = []
@@ -258,8 +258,8 @@ class Rates:
         return self._passes.now(0)
 
     def worst_loss(self, depth: int) -> float:
-        """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as slow as the last."""
-        draft = self._drafts(depth) * max(self._slowness, 1.0)
+        """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as late as the last."""
+        draft = self._drafts(depth) + self._late
         return (draft + self._passes.seconds[depth] - self._passes.seconds[0]) * self._passes.load
 
     def spent_catching_up(self, cycle: CycleRecord) -> float:
@@ -284,7 +284,7 @@ class Rates:
             seconds = cycle.draft_seconds / self._passes.load
             if self._begun:
                 self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
-            self._slowness = seconds / max(self._drafts(cycle.offered), CLOCK_STEP)
+            self._late = max(seconds - self._drafts(cycle.offered), 0.0)
         self._begun = True
         if cycle.offered:
             self.plain_cycles = 0

@@ -219,12 +219,14 @@ SAID = {
     "turns": (
         "One\nTwo\n/stats\n/rewind\n/rewind 1\n/rewind",
         "turns 2, ; accepted ; ran through the model; speculation active, drafter ngram, mtp; 1 turn left "
-        "0 turns left; StateError: rewind takes nothing: there is no turn yet",
+        "0 turns left; StateError: there is no turn yet",
     ),
     "files": (
-        "One\nTwo\n/save a b\n/save a b\n/save junk\n/rewind\n/load a b\n/save! junk\n/save junk",
+        "One\nTwo\n/save a b\n/save a b\n/save junk\n/rewind\n/load a b\n/save! junk\n/save junk\n"
+        "/clear\n/save junk\n/save .\n/set seed=99999999999999999999",
         "saved 2 turns saved 2 turns; there is a file 'junk' already; try: /save! junk, which replaces it; "
-        "loaded 2 turns > Two; saved 2 turns saved 2 turns",
+        "loaded 2 turns > Two; saved 2 turns saved 2 turns the conversation is empty; there is a file 'junk' already; "
+        "a folder has this name; 64 bits",
     ),
     "system": (
         "One\n/system\n/system Be brief.\nTwo\n/system\n/system none\nThree\n/system",

@@ -18,7 +18,7 @@ from specdec.measuring.prompts import Prompt
 from specdec.measuring.runs import Run
 from tests.processes import HUNG, ROOT, run_python
 
-FULL = "UnsupportedError: standard output cannot be written: No space left on device"
+FULL = "OutputError: standard output cannot be written: No space left on device"
 INTERRUPT = """
 import signal, sys
 class Finder:
@@ -47,6 +47,7 @@ def shell(command):
     ("command", "status", "said"),
     [
         ("specdec --version >/dev/full", 2, FULL),
+        ("echo hello | specdec chat demo -n 2 >/dev/full", 2, FULL),
         ("specdec --version >&-", 2, "standard output cannot be written: Bad file descriptor"),
     ],
 )

@@ -46,6 +46,18 @@ def test_the_time_of_a_drafter_that_catches_up_does_not_count(pause, counted):
     assert (rates._drafts(1) > before) == counted
 
 
+SECONDS = st.floats(1e-5, 1e-4) | st.floats(1e-3, 0.1)  # as usual; interrupted by other work
+
+
+@given(drafts=st.lists(st.tuples(st.sampled_from([0, 1, 2, 4, 8]), SECONDS), min_size=3, max_size=12))
+def test_the_next_draft_is_not_expected_to_lose_far_more_than_any_before(drafts):
+    """Catches: a draft that was interrupted, then an empty one, and the drafter is not asked again for hours."""
+    rates = Rates(PassCosts([1.0] * 9), [0.0] * 9, window=48)
+    for offered, seconds in drafts:
+        rates.observe(cycle(8, 0, offered=offered, draft=seconds))
+        assert rates.worst_loss(1) < 16.0 * max(taken for _, taken in drafts)
+
+
 def test_a_restart_forgets_acceptance_and_keeps_times():
     rates = Rates(PassCosts([1.0, 1.5]), [0.0, 0.0], window=48)
     for _ in range(50):
