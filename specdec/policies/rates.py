@@ -222,7 +222,7 @@ class Rates:
     def __init__(self, passes: PassCosts, drafts: Sequence[float], window: int) -> None:
         self._passes, self._drafts = passes, DraftCosts(drafts)
         self._gains, self._offers = Counts(len(drafts) - 1, window), Counts(len(drafts) - 1, window)
-        self._late = 0.0  # seconds that the last draft took longer than expected, at the table's load
+        self._expected = self._late = 0.0  # seconds of the last draft, and those beyond; at the table's load
         self._begun = False  # whether this generation has had a draft: the first one also reads the prompt
         self.plain_cycles = 0
         self.tokens: list[float] = []
@@ -259,8 +259,9 @@ class Rates:
 
     def worst_loss(self, depth: int) -> float:
         """Seconds that a draft of so many tokens loses if none of them is accepted; it may be as late as the last."""
-        draft = self._drafts(depth) + self._late
-        return (draft + self._passes.seconds[depth] - self._passes.seconds[0]) * self._passes.load
+        draft = self._drafts(depth)
+        late = self._late * min(draft / max(self._expected, CLOCK_STEP), 1.0)
+        return (draft + late + self._passes.seconds[depth] - self._passes.seconds[0]) * self._passes.load
 
     def spent_catching_up(self, cycle: CycleRecord) -> float:
         """Seconds of a draft beyond the usual that the tokens since the last one explain.
@@ -284,7 +285,8 @@ class Rates:
             seconds = cycle.draft_seconds / self._passes.load
             if self._begun:
                 self._drafts.observe(cycle.offered, seconds, self._passes.seconds[0])
-            self._late = max(seconds - self._drafts(cycle.offered), 0.0)
+            self._expected = self._drafts(cycle.offered)
+            self._late = max(seconds - self._expected, 0.0)
         self._begun = True
         if cycle.offered:
             self.plain_cycles = 0

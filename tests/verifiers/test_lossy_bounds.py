@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import Draft
+from specdec.contract import Context, Draft, Sampling
+from specdec.sampling import Rows
 from specdec.testing.verifier_cases import cases, emitted
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.strict import StrictVerifier
@@ -37,6 +38,20 @@ def test_typical_at_neutral_parameters_is_strict(case):
     """epsilon = 1 and a huge delta ask for a probability above 1: nothing but the chosen token passes."""
     neutral = TypicalVerifier(TypicalConfig(epsilon=1.0, delta=1e9))
     assert decide(neutral, case) == decide(StrictVerifier(), case)
+
+
+def test_typical_compares_probabilities():
+    """Four equal tokens have a probability of 1/4 each: below .3, above .2."""
+    case = Context([0], Sampling(), generated_from=1)
+    for epsilon, accepted in ((0.3, 0), (0.2, 1)):
+        verifier = TypicalVerifier(TypicalConfig(epsilon=epsilon, delta=1e9))
+        assert verifier.verify(Draft((1,)), HostLogits(np.zeros((2, 4), np.float32)), case).accepted == accepted
+
+
+def test_the_minimum_length_may_end_within_a_draft():
+    sampling = Sampling(temperature=1.0, min_new_tokens=2, end_tokens=(3,))
+    rows = Rows(HostLogits(np.zeros((4, 4), np.float32)), (0, 0, 0), Context([1], sampling, generated_from=1))
+    assert [bool(rows.distribution(row)[3]) for row in range(4)] == [False, False, True, True]
 
 
 @given(cases())
