@@ -222,7 +222,7 @@ class Rates:
     def __init__(self, passes: PassCosts, drafts: Sequence[float], window: int) -> None:
         self._passes, self._drafts = passes, DraftCosts(drafts)
         self._gains, self._offers = Counts(len(drafts) - 1, window), Counts(len(drafts) - 1, window)
-        self._expected = self._late = 0.0  # seconds of the last draft, and those beyond; at the table's load
+        self._expected = self._late = 0.0  # of the last draft: its expected seconds, and those beyond them
         self._begun = False  # whether this generation has had a draft: the first one also reads the prompt
         self.plain_cycles = 0
         self.tokens: list[float] = []

@@ -48,6 +48,7 @@ def shell(command):
     [
         ("specdec --version >/dev/full", 2, FULL),
         ("echo hello | specdec chat demo -n 2 >/dev/full", 2, FULL),
+        (r"printf 'a\377\n' | specdec chat demo -n 2", 0, "PromptError: the line is not valid UTF-8"),
         ("specdec --version >&-", 2, "standard output cannot be written: Bad file descriptor"),
     ],
 )

@@ -42,10 +42,10 @@ def test_typical_at_neutral_parameters_is_strict(case):
 
 def test_typical_compares_probabilities():
     """Four equal tokens have a probability of 1/4 each: below .3, above .2."""
-    case = Context([0], Sampling(), generated_from=1)
+    context = Context([0], Sampling(), generated_from=1)
     for epsilon, accepted in ((0.3, 0), (0.2, 1)):
         verifier = TypicalVerifier(TypicalConfig(epsilon=epsilon, delta=1e9))
-        assert verifier.verify(Draft((1,)), HostLogits(np.zeros((2, 4), np.float32)), case).accepted == accepted
+        assert verifier.verify(Draft((1,)), HostLogits(np.zeros((2, 4), np.float32)), context).accepted == accepted
 
 
 def test_the_minimum_length_may_end_within_a_draft():

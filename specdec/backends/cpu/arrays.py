@@ -28,7 +28,7 @@ class CpuHidden(ArrayHidden):
         if whole * first[0].numel() < SERIAL:
             return torch.cat(arrays)
         joined = torch.empty(whole, *first.shape[1:], dtype=first.dtype, device=CPU)
-        copy_rows(arrays, rows, joined)
+        write_serially(arrays, rows, joined)
         return joined
 
     def rows(self) -> Float32:
@@ -46,7 +46,7 @@ class CpuLogits(HostLogits):
         return rows
 
 
-def copy_rows(arrays: list[Any], rows: list[int], to: torch.Tensor) -> None:
+def write_serially(arrays: list[Any], rows: list[int], to: torch.Tensor) -> None:
     """Write arrays of so many rows one after another to ``to``, without threads of torch's own."""
     if to.numel() < SERIAL:
         torch.cat(arrays, out=to)
@@ -55,8 +55,8 @@ def copy_rows(arrays: list[Any], rows: list[int], to: torch.Tensor) -> None:
     else:
         middle = len(arrays) // 2
         before = sum(rows[:middle])
-        copy_rows(arrays[:middle], rows[:middle], to[:before])
-        copy_rows(arrays[middle:], rows[middle:], to[before:])
+        write_serially(arrays[:middle], rows[:middle], to[:before])
+        write_serially(arrays[middle:], rows[middle:], to[before:])
 
 
 def _bytes(array: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
-from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits, copy_rows
+from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits, write_serially
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.packed import takes_int8
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
@@ -268,8 +268,8 @@ class ReferenceOps(Ops):
     def _written(self, k: Tensor, v: Tensor, cache: CpuKVCache) -> int:
         """Write provisional rows; returns where they start."""
         start, end = cache.reserve(k.shape[0])
-        copy_rows([k], [end - start], cache.keys[start:end])
-        copy_rows([v], [end - start], cache.values[start:end])
+        write_serially([k], [end - start], cache.keys[start:end])
+        write_serially([v], [end - start], cache.values[start:end])
         return start
 
     def attend_from(
