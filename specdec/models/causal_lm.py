@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -39,9 +39,6 @@ from specdec.errors import ContractError, NoMemoryError, ShapeError, StateError
 from specdec.models.decoder import Layer, MtpHead, Norm
 from specdec.models.mtp_chain import LaterModules
 from specdec.sampling import CoupledDraft
-
-if TYPE_CHECKING:
-    from specdec.exchange import Float32
 
 CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
 MORE_STATES = 3  # times the memory of new recurrent states that they may grow to
@@ -110,43 +107,6 @@ class SequenceState(State):
         return sum(cache.nbytes() for cache in (*self.caches, *heads, *later))
 
 
-class Columns(Hidden):
-    """Some columns of rows ``[T, W]``, cut out when they are read; an idle head reads none for a long time.
-
-    Rows of one width are joined before they are cut.
-    """
-
-    __slots__ = ("_columns", "_whole")
-
-    def __init__(self, whole: ArrayHidden, columns: slice) -> None:
-        self._whole, self._columns = whole, columns
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    def __getitem__(self, rows: slice) -> Columns:
-        return Columns(self._whole[rows], self._columns)
-
-    def join(self, others: Sequence[Hidden]) -> Columns:
-        layout = self._layout
-        alike = [other._whole for other in others if isinstance(other, Columns) and other._layout == layout]
-        if len(alike) == len(others):
-            return Columns(self._whole.join(alike), self._columns)
-        cut = self.cut().join([other.cut() if isinstance(other, Columns) else other for other in others])
-        return Columns(cut, slice(None))
-
-    def rows(self) -> Float32:
-        return self.cut().rows()
-
-    def cut(self) -> ArrayHidden:
-        """These columns as a handle of their own."""
-        return type(self._whole)(self._whole.array[:, self._columns])
-
-    @property
-    def _layout(self) -> tuple[slice, int]:
-        return self._columns, self._whole.array.shape[1]
-
-
 class Boundaries(Mapping[int, Hidden]):
     """The states at layer boundaries, as a pass gives them: side by side.
 
@@ -165,7 +125,7 @@ class Boundaries(Mapping[int, Hidden]):
         if boundary not in self._asked:
             raise KeyError(boundary)
         first = self._places.index(boundary)
-        return Columns(self._whole, self._columns(first, first + 1)).cut()
+        return self._columns(self._whole, first, first + 1)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._asked)
@@ -173,7 +133,7 @@ class Boundaries(Mapping[int, Hidden]):
     def __len__(self) -> int:
         return len(self._asked)
 
-    def side_by_side(self, needs: Needs, later: Sequence[Boundaries] = ()) -> Columns | None:
+    def side_by_side(self, needs: Needs, later: Sequence[Boundaries] = ()) -> ArrayHidden | None:
         """What ``needs`` requests as one row per token, the states after the final norm last; None if not adjacent.
 
         It has a boundary: a pass that is asked for none gives no ``Boundaries``. The rows of ``later`` passes over the
@@ -185,11 +145,11 @@ class Boundaries(Mapping[int, Hidden]):
         if places[first:end] != wanted or (needs.final_hidden and end < len(places)):
             return None
         whole = self._whole.join([one._whole for one in later]) if later else self._whole
-        return Columns(whole, self._columns(first, end + needs.final_hidden))
+        return self._columns(whole, first, end + needs.final_hidden)
 
-    def _columns(self, first: int, end: int) -> slice:
-        size = self._whole.array.shape[1] // (len(self._places) + 1)
-        return slice(first * size, end * size)
+    def _columns(self, whole: ArrayHidden, first: int, end: int) -> ArrayHidden:
+        size = whole.array.shape[1] // (len(self._places) + 1)
+        return type(whole)(whole.array[:, first * size : end * size])
 
 
 class CausalLM(ForwardPass):

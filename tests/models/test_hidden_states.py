@@ -34,7 +34,7 @@ def test_what_is_not_asked_for_is_neither_computed_nor_kept(checkpoint, monkeypa
 
 
 def test_columns_of_passes_are_those_of_the_boundaries_in_any_order_of_cutting_and_joining(checkpoint):
-    """Of passes with equal layouts, which are joined whole, and of one that gives another boundary as well."""
+    """Of passes with equal layouts, and of one that gives another boundary as well."""
     target = tiny.make_target(checkpoint("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]))
     last = target.info.layers
     needs, more = Needs(boundaries=(1, last), final_hidden=True), Needs(boundaries=(0, 1, last), final_hidden=True)

@@ -314,7 +314,7 @@ class HeadDrafter(Drafter):
             self._pairs.fed = len(tokens)
             if "states" in saved.arrays:
                 last = ops.from_host(torch.as_tensor(saved.arrays["states"]))
-                self._pairs.resume(len(tokens), [], self._around.whole(last))
+                self._pairs.resume(len(tokens), [], ops.hidden_type(last))
         except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors
             self._pairs = MtpPairs()
             self._truncate()

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from specdec.backends.arrays import ArrayHidden
 from specdec.backends.batching import batching
 from specdec.backends.choice import make_backend
 from specdec.backends.ops import Array, Cache, Ops
@@ -17,7 +18,7 @@ from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import P_EAGLE, HeadFiles
 from specdec.drafters.heads.layout import Layout
-from specdec.models.causal_lm import Boundaries, Columns
+from specdec.models.causal_lm import Boundaries
 from specdec.models.decoder import Attention, GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
 
@@ -140,7 +141,6 @@ class Surroundings:
 
     def array(self, hidden: Hidden) -> Array:
         """Hidden states as the head's ops take them: as they are, or by way of the host."""
-        hidden = hidden.cut() if isinstance(hidden, Columns) else hidden
         if isinstance(hidden, self.ops.hidden_type):
             return self.ops.array(hidden)
         return self.ops.from_host(torch.from_numpy(np.array(hidden.rows())).to(self.dtype))
@@ -150,7 +150,7 @@ class Surroundings:
         """Of activations."""
         return self.ops.to_host(self.ops.embed(self.embed_tokens, [0])).dtype
 
-    def states(self, outputs: Sequence[States]) -> Columns:
+    def states(self, outputs: Sequence[States]) -> ArrayHidden:
         """The states of outputs that the head reads, in the order in which ``fc`` takes them: ``[T, n * H_t]``."""
         first = outputs[0][1]
         if isinstance(first, Boundaries):
@@ -163,12 +163,8 @@ class Surroundings:
             if self.needs.final_hidden:
                 assert hidden is not None
                 apart.append(hidden)
-            rows.append(self.whole(functools.reduce(self.ops.concat, map(self.array, apart))))
+            rows.append(self.ops.hidden_type(functools.reduce(self.ops.concat, map(self.array, apart))))
         return rows[0].join(rows[1:]) if rows[1:] else rows[0]
-
-    def whole(self, states: Array) -> Columns:
-        """States side by side, to be joined with those of passes."""
-        return Columns(self.ops.hidden_type(states), slice(None))
 
 
 def ops_for(shared: SharedWeights, target: ForwardPass) -> Ops:
