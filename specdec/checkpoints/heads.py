@@ -16,12 +16,20 @@ from specdec.checkpoints.gguf.checkpoint import open_gguf
 from specdec.checkpoints.locate import is_gguf, listed
 from specdec.checkpoints.names import SPECULATORS_LAYER, canonical_name, text_config
 from specdec.checkpoints.reader import Checkpoint, HeadSource, StoredTensor, read_header, read_json, read_tensors
-from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
+from specdec.checkpoints.weight_check import converted_by_mlx_lm
 from specdec.errors import CheckpointError, shown
 
 HEAD_FILE = "mtp.safetensors"
 _FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # copies of the target's
-_SAME = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok")
+_SAME = (
+    "hidden_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+)
 
 
 def unlisted_head(checkpoint: Checkpoint) -> Path | None:
@@ -31,14 +39,7 @@ def unlisted_head(checkpoint: Checkpoint) -> Path | None:
 
 
 def join_head(
-    checkpoint: Checkpoint,
-    path: Path,
-    prefixes: tuple[str, ...],
-    expected: Mapping[str, TensorSpec],
-    model_types: tuple[str, ...],
-    *,
-    hidden_size: int,
-    vocab_size: int,
+    checkpoint: Checkpoint, path: Path, prefixes: tuple[str, ...], model_types: tuple[str, ...]
 ) -> Checkpoint:
     """The checkpoint with the MTP head of another file or folder in place of its own.
 
@@ -47,11 +48,9 @@ def join_head(
         path: a safetensors or GGUF file, or a folder with ``mtp.safetensors``, one safetensors file, or a whole
             checkpoint. Of its tensors, those of the head are taken, in any layout and format of a checkpoint.
         prefixes: what the head's canonical names begin with.
-        expected: canonical name -> spec of every tensor that the model needs.
         model_types: of the model's family.
-        hidden_size, vocab_size: of the model.
 
-    Raises: CheckpointError if there is no head, or one of another model, with both figures.
+    Raises: CheckpointError if there is no head, or one whose config is another model's, with both figures.
     """
     tensors, config = _read(path, prefixes)
     if is_gguf(path) and config is not None and config["model_type"] not in model_types:
@@ -65,9 +64,10 @@ def join_head(
             found=listed(tensors),
             try_="the file, or the original checkpoint's folder, with these tensors",
         )
-    target = text_config(checkpoint.config)
-    same = {key: target[key] for key in _SAME if target.get(key) is not None}
-    _check_sizes(path, head, config, expected, {"hidden_size": hidden_size, "vocab_size": vocab_size, **same})
+    told, target = text_config(config or {}), text_config(checkpoint.config)
+    for key in _SAME:
+        if None not in (told.get(key), target.get(key)) and told[key] != target[key]:
+            raise _other_model(path, key, told[key], target[key])
     own = [name for name in checkpoint.tensors if canonical_name(name).startswith(prefixes)]
     return checkpoint.joined(
         head,
@@ -136,29 +136,6 @@ def _read(path: Path, prefixes: tuple[str, ...]) -> tuple[dict[str, StoredTensor
         if single.is_file() and not any(canonical_name(name).startswith(prefixes) for name in tensors):
             tensors = read_header(single)
     return tensors, read_json(config) if os.path.lexists(config) else None
-
-
-def _check_sizes(
-    path: Path,
-    head: Mapping[str, StoredTensor],
-    config: Mapping[str, Any] | None,
-    expected: Mapping[str, TensorSpec],
-    sizes: Mapping[str, Any],
-) -> None:
-    """Refuse the head of another model. Raises: CheckpointError with both figures."""
-    found: dict[str, Any] = {}
-    for name, tensor in head.items():
-        spec = expected.get(canonical_name(name))
-        if spec is not None and spec.shape == (sizes["hidden_size"],) and len(tensor.shape) == 1:
-            found["hidden_size"] = tensor.shape[0]
-        elif name.endswith(("embed_tokens.weight", "head.weight")) and len(tensor.shape) == 2:
-            found["vocab_size"] = tensor.shape[0]
-    if config is not None:
-        own = text_config(config)
-        found |= {key: own[key] for key in sizes if own.get(key) is not None}
-    for key, size in sizes.items():
-        if found.get(key, size) != size:
-            raise _other_model(path, key, found[key], size)
 
 
 def _other_model(path: Path, key: str, got: Any, wanted: Any) -> CheckpointError:

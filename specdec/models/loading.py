@@ -277,15 +277,7 @@ def with_head(
             raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head", try_="no target.mtp")
         if asked is None and any(name.startswith(wanted.head_prefixes) for name in formats_of(checkpoint)):
             raise CheckpointError(f"{path} is not used: the weights hold an MTP head already", try_="target.mtp")
-        joined = join_head(
-            checkpoint,
-            path,
-            wanted.head_prefixes,
-            wanted.tensors,
-            spec.model_types,
-            hidden_size=family.hidden_size,
-            vocab_size=family.vocab_size,
-        )
+        joined = join_head(checkpoint, path, wanted.head_prefixes, spec.model_types)
     except CheckpointError as error:
         if asked is not None:
             raise

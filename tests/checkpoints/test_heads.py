@@ -102,11 +102,11 @@ def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family, tmp_path
 NORM, FC = "mtp.norm.weight", "mtp.fc.weight"
 UNUSABLE = {  # an ``mtp.safetensors`` that cannot be used: the reason, and what becomes of the head
     "another model": (
-        "its hidden_size is 64, this model's is 48",
+        "mtp.pre_fc_norm_embedding.weight has the shape [64], config.json implies [48]",
         lambda head, folder: load_file(written(folder.parent / "other", hidden=64) / "model.safetensors"),
     ),
     "another vocabulary": (
-        "its vocab_size is 300, this model's is 277",
+        "mtp.lm_head.weight has the shape [300, 48], config.json implies [277, 48]",
         lambda head, folder: split(written(folder.parent / "other", vocab=300, mtp_lm_head=True))[1],
     ),
     "half": ("mtp.fc.weight [48, 96] is missing", lambda head, _: {name: head[name] for name in head if name != FC}),
