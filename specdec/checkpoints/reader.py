@@ -155,7 +155,7 @@ class Checkpoint:
         self.generation_config = generation_config
         self.notices = notices
         self.head = HeadSource()
-        self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
+        self.derived: dict[str, Any] = {}  # from the headers: results by function name, and a parsed GGUF file
         self.tensors = tensors
         self._configs: dict[Path, Mapping[str, Any]] = {}  # of files that came with a config.json of their own
         first_in = {tensor.file: tensor for tensor in tensors.values()}

@@ -167,7 +167,7 @@ def stripped_head(checkpoint: Checkpoint, prefix: str) -> str:
     others = sorted({file.name for file in checkpoint.path.glob("*.safetensors") if file not in checkpoint.files})
     beside = f"; not listed among the weights: {listed(others)}" if others else ""
     said = f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; {who}{beside}"
-    return with_gguf_keys(checkpoint.path, said)
+    return with_gguf_keys(checkpoint.path, said, checkpoint.derived.get("gguf"))
 
 
 def converted_by_mlx_lm(checkpoint: Checkpoint) -> bool:

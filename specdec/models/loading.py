@@ -104,9 +104,10 @@ def _loaded(folder: Path, asked: TargetConfig, phase: Callable[..., None]) -> Lo
     """The other steps of ``load_target``."""
     # 2 read
     checkpoint = open_checkpoint(folder)
+    gguf = checkpoint.derived.get("gguf")
     spec, family = family_of(text_config(checkpoint.config), folder)
     checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
-    tokenizer = Tokenizer.from_checkpoint(folder)
+    tokenizer = Tokenizer.from_checkpoint(folder, gguf)
     tokenizer.check_fits(family.vocab_size)
     backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.sources)
     notices = list(said)

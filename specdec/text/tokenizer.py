@@ -17,7 +17,8 @@ import tokenizers
 
 from specdec.checking import checked
 from specdec.checkpoints import Checkpoint, read_json, text_config
-from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf
+from specdec.checkpoints.gguf.checkpoint import generation_config
+from specdec.checkpoints.gguf.file import GgufFile
 from specdec.checkpoints.locate import is_gguf
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import parse_json, read_text, why
@@ -122,13 +123,16 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_checkpoint(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a folder or a GGUF file. Raises: CheckpointError that names the file."""
+    def from_checkpoint(cls, path: Path, gguf: GgufFile | None = None) -> Tokenizer:
+        """The tokenizer of a folder or a GGUF file, which ``gguf`` is if it has been parsed.
+
+        Raises: CheckpointError that names the file.
+        """
         if not is_gguf(path):
             return cls.from_folder(path)
         from specdec.text.gguf import tokenizer_parts
 
-        file = read_gguf(path)
+        file = gguf or GgufFile.open(path)
         core, vocab_size, special, templates = tokenizer_parts(file)
         return cls(
             core,

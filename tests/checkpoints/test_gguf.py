@@ -22,7 +22,8 @@ from tokenizers import pre_tokenizers
 import specdec
 from specdec.checkpoints import Checkpoint, StoredWeights, open_checkpoint
 from specdec.checkpoints.gguf.blocks import BLOCKS
-from specdec.checkpoints.gguf.checkpoint import generation_config, read_gguf, tokenizer_notices
+from specdec.checkpoints.gguf.checkpoint import generation_config, tokenizer_notices
+from specdec.checkpoints.gguf.file import GgufFile
 from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.contract import Logits, Needs
@@ -262,7 +263,7 @@ def test_a_guessed_pre_tokenizer_is_a_notice(tmp_path: Path, name: str | None) -
     writer.add_tokenizer_model("gpt2")
     if name is not None:
         writer.add_tokenizer_pre(name)
-    notices = list(tokenizer_notices(read_gguf(saved(writer, tmp_path / "one.gguf"))))
+    notices = list(tokenizer_notices(GgufFile.open(saved(writer, tmp_path / "one.gguf"))))
     assert len(notices) == (name is None)
 
 
@@ -288,7 +289,7 @@ def test_a_message_is_no_text_in_the_format_of_gpt_oss(tmp_path: Path, special: 
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "gpt-oss")
     writer.add_token_list(special)
     writer.add_eos_token_id(0)
-    assert generation_config(read_gguf(saved(writer, tmp_path / "one.gguf"))) == {"eos_token_id": ends}
+    assert generation_config(GgufFile.open(saved(writer, tmp_path / "one.gguf"))) == {"eos_token_id": ends}
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_the_named_rules_split_words(tmp_path: Path, name: str, words: list[str]
     writer.add_token_types([1] * len(alphabet))
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
-    core, *_ = tokenizer_parts(read_gguf(saved(writer, tmp_path / "one.gguf")))
+    core, *_ = tokenizer_parts(GgufFile.open(saved(writer, tmp_path / "one.gguf")))
     assert [text[first:last] for _, (first, last) in core.pre_tokenizer.pre_tokenize_str(text)] == words
 
 

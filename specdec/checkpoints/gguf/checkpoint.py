@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -45,13 +44,13 @@ _ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")  # of tokens that a 
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a file, or the first part of a split one. Raises: CheckpointError naming the file and the key or tensor."""
-    file = read_gguf(path)
+    file = GgufFile.open(path)
     reader = _Reader(file)
     config = reader.config()
     checkpoint = Checkpoint(
         path, config, generation_config(file), reader.tensors(config), tuple(tokenizer_notices(file))
     )
-    checkpoint.derived["read_gguf"] = file
+    checkpoint.derived["gguf"] = file
     return checkpoint
 
 
@@ -59,25 +58,6 @@ def tokenizer_notices(file: GgufFile) -> Iterator[str]:
     """What the user should know of a file's tokenizer."""
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in file.metadata:
         yield f"{file.path.name} does not say how text is split (tokenizer.ggml.pre): as for GPT-2"
-
-
-_parsed: WeakValueDictionary[tuple[Path, int, int], GgufFile] = WeakValueDictionary()  # by path, size and time
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Parse a file, unless it was parsed, has not changed and is still held, as by its checkpoint.
-
-    Raises: CheckpointError.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", file=path) from error
-    key = path, status.st_size, status.st_mtime_ns
-    file = _parsed.get(key)
-    if file is None or file.metadata.get("split.count", 1) != 1:  # other parts may have changed
-        file = _parsed[key] = GgufFile.open(path)
-    return file
 
 
 def special_tokens(file: GgufFile) -> dict[str, int]:
@@ -106,12 +86,15 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     return {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
 
 
-def with_gguf_keys(path: Path, message: str) -> str:
-    """A message about ``config.json``, of a GGUF file about its metadata: with its name and its own keys."""
+def with_gguf_keys(path: Path, message: str, file: GgufFile | None = None) -> str:
+    """A message about ``config.json``, of a GGUF file about its metadata: with its name and its own keys.
+
+    ``file``: what is at ``path``, if it has been parsed.
+    """
     message, count = _JSON.subn(lambda _: path.name, message) if is_gguf(path) else (message, 0)
     if not count:
         return message
-    reader = _Reader(read_gguf(path))
+    reader = _Reader(file or GgufFile.open(path))
     keys = {**DERIVED, **reader.keys, reader.architecture.mtp: "nextn_predict_layers"}
     return re.sub(r"'(\w+)'", lambda key: f"'{reader.prefix}.{keys[key[1]]}'" if key[1] in keys else key[0], message)
 
