@@ -115,8 +115,8 @@ class Fields:
             share: the family's default ``partial_rotary_factor``; None if it always rotates all of them.
 
         The factor is YaRN's attention factor: ``0.1 ln(factor) + 1``, or the quotient of two such terms with ``mscale``
-        and ``mscale_all_dim``. Raises: CheckpointError naming any other kind, ``mrope_section`` that does not fit, or a
-        factor other than 1 where only a part of a head is rotated.
+        and ``mscale_all_dim``. Text has one position on all axes of a "mrope". Raises: CheckpointError naming any other
+        kind, or a factor other than 1 where only a part of a head is rotated.
         """
         rope, factor = self._any_rope(head_dim, theta, share)
         if factor != 1.0 and 2 * len(rope.inv_freq) < head_dim:
@@ -138,7 +138,6 @@ class Fields:
             )
         inner, theta = self._rope(), self.rope_theta(theta)
         kind = self.rope_kind()
-        inner._check_sections(rotary_dims)
         if kind in ("default", "mrope"):
             return Rope.of(theta, rotary_dims), 1.0
         if kind == "longrope":
@@ -198,20 +197,6 @@ class Fields:
         """``original_max_position_embeddings``, among the rotary keys or at the top."""
         key, inner = "original_max_position_embeddings", self._rope()
         return (self if inner._config.get(key) is None else inner).whole(key, low=2, high=MOST_POSITIONS)
-
-    def _check_sections(self, rotary_dims: int) -> None:
-        """Refuse an ``mrope_section`` that does not divide the rotated pairs among time, height and width."""
-        sections = self._config.get("mrope_section")
-        if sections is None:
-            return
-        if not isinstance(sections, list) or any(type(size) is not int or size < 0 for size in sections):
-            raise wrong("mrope_section", "a list of whole numbers", sections)
-        if sum(sections) != rotary_dims // 2:
-            raise CheckpointError(
-                f"config.json: 'mrope_section' {sections} adds up to {sum(sections)}, and half the rotated width of a "
-                f"head is {rotary_dims // 2}",
-                try_="the config.json that the weights came with",
-            )
 
     def rope_kind(self) -> str:
         """The rotary embedding's kind: "default", "yarn", ..."""
