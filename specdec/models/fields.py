@@ -200,7 +200,7 @@ class Fields:
 
     def rope_kind(self) -> str:
         """The rotary embedding's kind: "default", "yarn", ..."""
-        return _rope_kind(self._rope()._config)
+        return str(self._rope()._config.get("rope_type", "default"))
 
     def max_positions(self, default: int) -> int:
         """``max_position_embeddings``, or YaRN's stretched length if larger, or LongRoPE's original one."""
@@ -231,7 +231,7 @@ class Fields:
         """The rotary keys, from ``rope_parameters`` or ``rope_scaling``. Raises: CheckpointError if they contradict."""
         found = [inner for key in ("rope_parameters", "rope_scaling") if (inner := self._rope_keys(key))]
         if len(found) == 2:
-            new, old = ({**inner, "rope_type": _rope_kind(inner)} for inner in found)
+            new, old = found
             for key in sorted((new.keys() | old.keys()) - {"type"}):
                 absent = key in ("rope_theta", "partial_rotary_factor") and None in (new.get(key), old.get(key))
                 if not absent and new.get(key) != old.get(key):
@@ -244,7 +244,7 @@ class Fields:
         return Fields(found[0] if found else {})
 
     def _rope_keys(self, name: str) -> dict[str, Any]:
-        """The keys under ``rope_parameters`` or ``rope_scaling`` that are not null."""
+        """The keys under ``rope_parameters`` or ``rope_scaling`` that are not null, and the kind as ``rope_type``."""
         given = self._config.get(name)
         if given is None:
             return {}
@@ -264,7 +264,7 @@ class Fields:
                 f"config.json: {name!r} has the 'rope_type' {shown(keys['rope_type'])} and the 'type' "
                 f"{shown(keys['type'])}"
             )
-        return keys
+        return {"rope_type": keys.get("type", "default"), **keys} if keys else {}
 
     def mtp_layers(self, key: str, default: int = 0, *, most: int = 1) -> int:
         """The number of MTP modules. Raises: CheckpointError for more than the family defines how to chain."""
@@ -298,10 +298,6 @@ class Fields:
         """The layers with a window, by ``layer_types``; likewise."""
         types = self.layer_types(layers, interval, "sliding_attention")
         return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-
-
-def _rope_kind(keys: Mapping[str, Any]) -> str:
-    return str(keys.get("rope_type", keys.get("type", "default")))
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
