@@ -3,12 +3,11 @@
 Nothing is unpickled, and no code from a checkpoint runs.
 """
 
-from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.heads import join_head, unlisted_head
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import canonical_name, canonical_names, text_config
 from specdec.checkpoints.opening import naming_keys, open_checkpoint
-from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
+from specdec.checkpoints.reader import Checkpoint, fingerprint, holds_weights, read_json
 from specdec.checkpoints.weight_check import TensorSpec, WeightCheck, check_weights
 from specdec.checkpoints.weights import StoredWeights
 from specdec.checkpoints.writer import write_checkpoint

@@ -6,6 +6,7 @@ Source of the format: https://huggingface.co/docs/safetensors, section "Format".
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -45,6 +46,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U64": torch.uint64,
 }
 _PIECE = 2**22  # bytes
+_SAMPLED = 256  # values from each end of a tensor, for a fingerprint
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _MAX_AXES = 64  # of a tensor; torch's own limit
 
@@ -255,6 +257,21 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Hash config.json, every tensor's name, shape and dtype, and the values at both ends of each tensor.
+
+    Fine-tuning changes every tensor, so the ends are enough; a full hash would read gigabytes.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for name in sorted(checkpoint.tensors):
+        tensor = checkpoint.load(name).flatten()
+        digest.update(f"{name} {checkpoint.tensors[name].shape} {checkpoint.dtype(name)}".encode())
+        for part in (tensor[:_SAMPLED], tensor[-_SAMPLED:]):
+            digest.update(bytes(part.contiguous().view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.quantised.formats import TensorFormat, formats_of
 from specdec.checkpoints.quantised.hints import QUANTISATION_KEYS
 from specdec.checkpoints.quantised.parts import FLOATS
@@ -24,7 +23,7 @@ from specdec.checkpoints.quantised.rounding import BITS as ROUNDED_BITS
 from specdec.checkpoints.quantised.rounding import GROUP as ROUNDED_GROUP
 from specdec.checkpoints.quantised.rounding import rounded
 from specdec.checkpoints.quantised.stored import row_slabs
-from specdec.checkpoints.reader import DTYPES, SINGLE_FILE, Checkpoint, read_json
+from specdec.checkpoints.reader import DTYPES, SINGLE_FILE, Checkpoint, fingerprint, read_json
 from specdec.checkpoints.writer import write_json
 from specdec.errors import CheckpointError
 
