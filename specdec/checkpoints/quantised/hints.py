@@ -27,6 +27,7 @@ class Hints:
         groups: columns per scale of integer weights.
         bits: bits of an integer weight.
         channels: some integer weights have one scale per row, or a single scale.
+        asymmetric: all integer weights have zero points.
         mlx: MLX's sizes for all modules; None without an MLX section.
         mlx_modules: MLX's sizes for single modules, by canonical name.
     """
@@ -36,6 +37,7 @@ class Hints:
     groups: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     channels: bool = False
+    asymmetric: bool = False
     mlx: Mapping[str, Any] | None = None
     mlx_modules: Mapping[str, Any] = attrs.field(factory=dict)
 
@@ -56,6 +58,7 @@ class Hints:
             groups=tuple(dict.fromkeys(groups)),
             bits=tuple(dict.fromkeys(bits)),
             channels=len(groups) < len(schemes),
+            asymmetric=bool(schemes) and all(scheme.get("symmetric") is False for scheme in schemes),
             mlx=mlx,
             mlx_modules={canonical_name(path): value for path, value in (mlx or {}).items() if path not in _MLX_KEYS},
         )

@@ -99,6 +99,8 @@ def _plain(parts: Parts, hints: Hints) -> Coding:
 
 def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int, *, packed: bool) -> Coding:
     check_dtype(parts, "scale", FLOATS)
+    if hints.asymmetric:
+        parts.original("zero_point")  # raises without one
     grid = _grid(parts, hints, shape)
     size = label(grid, shape)
     if "g_idx" in parts.roles and (parts.shape_of("g_idx") != shape[-1:] or parts.dtype_of("g_idx") not in _INDEX):

@@ -6,8 +6,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from specdec.checkpoints import Checkpoint, StoredWeights
+from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
+from specdec.errors import CheckpointError
 from tests import tiny
 from tests.comparisons import record
 
@@ -60,3 +61,12 @@ def test_what_the_library_wrote_is_decoded_as_it_decodes(saved, case, record_pro
     assert formats["lm_head.weight"].format == "bf16"
     library = f"compressed-tensors {version('compressed-tensors').rpartition('.')[0]}"
     record(record_property, CASES[case][2], "decoded weights", library, case, 0.0)
+
+
+def test_weights_whose_config_promises_zero_points_are_refused_without_them(saved, tmp_path):
+    folder, _ = saved("pack-quantized int4 asymmetric")
+    checkpoint = Checkpoint.open(folder)
+    kept = {name: checkpoint.load(name) for name in checkpoint.tensors if not name.endswith("zero_point")}
+    write_checkpoint(tmp_path, checkpoint.config, kept)
+    with pytest.raises(CheckpointError, match="needs weight_zero_point with it"):
+        StoredWeights(Checkpoint.open(tmp_path))["layers.0.self_attn.q_proj.weight"]
