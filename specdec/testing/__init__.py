@@ -30,16 +30,9 @@ if TYPE_CHECKING:
     from specdec.testing.reports import Status as Status
     from specdec.testing.reports import check_plugin as check_plugin
     from specdec.testing.reports import run_check as run_check
-    from specdec.testing.subjects import DepthPolicySubject as DepthPolicySubject
-    from specdec.testing.subjects import DrafterSubject as DrafterSubject
-    from specdec.testing.subjects import ForwardPassSubject as ForwardPassSubject
-    from specdec.testing.subjects import LogitsProcessorSubject as LogitsProcessorSubject
     from specdec.testing.subjects import ModelFamilySubject as ModelFamilySubject
-    from specdec.testing.subjects import ObserverSubject as ObserverSubject
-    from specdec.testing.subjects import OpsSubject as OpsSubject
     from specdec.testing.subjects import PluginSubject as PluginSubject
     from specdec.testing.subjects import Subject as Subject
-    from specdec.testing.subjects import VerifierSubject as VerifierSubject
     from specdec.testing.subjects import as_subject as as_subject
     from specdec.testing.table_model import Memory as Memory
     from specdec.testing.table_model import TableModel as TableModel
