@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from specdec.testing.checks import expect as expect
     from specdec.testing.checks import not_applicable as not_applicable
     from specdec.testing.clauses import iter_checks as iter_checks
+    from specdec.testing.distributions import goodness_of_fit as goodness_of_fit
     from specdec.testing.pytest_plugin import parametrize_checks as parametrize_checks
-    from specdec.testing.reference_sampling import goodness_of_fit as goodness_of_fit
     from specdec.testing.reports import CheckFailure as CheckFailure
     from specdec.testing.reports import Outcome as Outcome
     from specdec.testing.reports import Report as Report
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specdec.testing.table_model import Memory as Memory
     from specdec.testing.table_model import TableModel as TableModel
 
-_MODULES = ("table_model", "reference_sampling", "subjects", "checks", "clauses", "reports", "pytest_plugin")
+_MODULES = ("table_model", "distributions", "subjects", "checks", "clauses", "reports", "pytest_plugin")
 
 
 def __getattr__(name: str) -> Any:  # lazy: pytest imports this package in every run

@@ -18,8 +18,8 @@ from specdec.contract import Context, Drafter, DrafterEnv, DraftNoise, Sampling
 from specdec.hosting.engines import HostState, HostTarget, host_info
 from specdec.testing import strategies
 from specdec.testing.checks import Faults, Run, check, driven, expect, expect_equal, not_applicable, own_generators
+from specdec.testing.distributions import Places, goodness_of_fit
 from specdec.testing.engine_run import plain_decoding, run_engine
-from specdec.testing.reference_sampling import Places, goodness_of_fit
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, layers_for, target_for
 from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import PluginSubject
