@@ -10,8 +10,7 @@ from specdec.config import Choice
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.hosting import HostedDrafter, chosen_drafter, host_info, read_trace, replay
 from specdec.hosting.drafting import LOOK_EVERY, PAUSE
-from specdec.registry import use_registry
-from tests.hosting.faulty import FAULTS, with_faults
+from tests.hosting.faulty import FAULTS, registered
 from tests.hosting.simulated import VOCAB, plain, random_requests, serve
 from tests.selection import examples
 
@@ -25,9 +24,7 @@ TOKENS_ONLY = {
 
 @pytest.fixture(autouse=True)
 def _registry():
-    former = use_registry(with_faults())
-    yield
-    use_registry(former)
+    yield from registered()
 
 
 def hosted(name, **options):
