@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from specdec.config import Choice
-from specdec.hosting import HostedDrafter, TraceWriter, host_info
+from specdec.hosting import HostedDrafter, host_info
 
 
 class History:
@@ -45,7 +45,7 @@ class PosedDraftModel:
         vocab_size: of the model that verifies.
         depth: the ``num_draft_tokens`` that mlx-lm is called with.
         tokenizer: of that model, for drafters with a model of their own.
-        trace: records drafts and commits.
+        trace: a file to record drafts and commits in.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PosedDraftModel:
         depth: int,
         *,
         tokenizer: Any = None,
-        trace: TraceWriter | None = None,
+        trace: str | None = None,
     ) -> None:
         options = dict(drafter)
         info = host_info("mlx-lm", vocab_size, 2**31 - 1)

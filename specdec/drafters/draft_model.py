@@ -220,7 +220,7 @@ def _prepare(config: DraftModelConfig, env: PrepareEnv) -> DraftModel:
     if env.load is None:
         raise UnsupportedError(
             "the drafter 'draft_model' loads a second model, and no loader is available here",
-            try_="specdec.load; a check takes a DrafterSubject whose prepare gives a DraftModel",
+            try_="specdec.load; a check takes a PluginSubject whose prepare gives a DraftModel",
         )
     asked = f"drafter.model = {config.model!r}"
     target = TargetConfig(

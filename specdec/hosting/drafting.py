@@ -8,6 +8,7 @@ Each reason is logged once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -101,7 +102,8 @@ class HostedDrafter:
         info: what the host gives (``host_info``).
         tokenizer: the target's ``specdec.text.Tokenizer``, for drafters with a model of their own.
         sessions: requests that are remembered at the same time; at least those that the host decodes together.
-        trace: records every request.
+        trace: a file to record every request in.
+        model: what the trace calls the target.
         pausing: whether drafting pauses while it takes longer than it saves; the environment decides if None.
         clock: for the pauses.
 
@@ -114,7 +116,7 @@ class HostedDrafter:
         pauses: how often drafting paused.
 
     Raises: UnsupportedError, with the reason, for a drafter that needs what the host does not give; and the errors of
-        an unknown name, wrong options or a model that cannot be loaded.
+        an unknown name, wrong options, a model that cannot be loaded or a trace that cannot be written.
     """
 
     def __init__(
@@ -124,7 +126,8 @@ class HostedDrafter:
         *,
         tokenizer: Any = None,
         sessions: int = SESSIONS,
-        trace: TraceWriter | None = None,
+        trace: str | Path | None = None,
+        model: str = "",
         pausing: bool | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -134,7 +137,6 @@ class HostedDrafter:
         self._part = named_part(choice, info).prepared(env)
         _check(self._part, self._part.needs, info)
         self._part.make(self._target, HostState([], info.max_positions))  # one that cannot start is refused at once
-        self._trace = trace
         self._sessions = HostSessions(sessions, self._new)
         self._pauses = _Pauses(clock, chosen_pausing() if pausing is None else pausing)
         self.stats = Stats()
@@ -143,6 +145,9 @@ class HostedDrafter:
         self.off = ""
         self.asked = 0
         self.pauses = 0
+        self._trace: TraceWriter | None = None
+        if trace is not None:
+            self._trace = TraceWriter(trace, host=info.family, drafter=choice, vocab_size=info.vocab_size, model=model)
 
     @property
     def needs(self) -> Needs:

@@ -22,29 +22,22 @@ if TYPE_CHECKING:
     from specdec.testing.checks import expect as expect
     from specdec.testing.checks import not_applicable as not_applicable
     from specdec.testing.clauses import iter_checks as iter_checks
+    from specdec.testing.distributions import goodness_of_fit as goodness_of_fit
     from specdec.testing.pytest_plugin import parametrize_checks as parametrize_checks
-    from specdec.testing.reference_sampling import goodness_of_fit as goodness_of_fit
     from specdec.testing.reports import CheckFailure as CheckFailure
     from specdec.testing.reports import Outcome as Outcome
     from specdec.testing.reports import Report as Report
     from specdec.testing.reports import Status as Status
     from specdec.testing.reports import check_plugin as check_plugin
     from specdec.testing.reports import run_check as run_check
-    from specdec.testing.subjects import DepthPolicySubject as DepthPolicySubject
-    from specdec.testing.subjects import DrafterSubject as DrafterSubject
-    from specdec.testing.subjects import ForwardPassSubject as ForwardPassSubject
-    from specdec.testing.subjects import LogitsProcessorSubject as LogitsProcessorSubject
     from specdec.testing.subjects import ModelFamilySubject as ModelFamilySubject
-    from specdec.testing.subjects import ObserverSubject as ObserverSubject
-    from specdec.testing.subjects import OpsSubject as OpsSubject
     from specdec.testing.subjects import PluginSubject as PluginSubject
     from specdec.testing.subjects import Subject as Subject
-    from specdec.testing.subjects import VerifierSubject as VerifierSubject
     from specdec.testing.subjects import as_subject as as_subject
     from specdec.testing.table_model import Memory as Memory
     from specdec.testing.table_model import TableModel as TableModel
 
-_MODULES = ("table_model", "reference_sampling", "subjects", "checks", "clauses", "reports", "pytest_plugin")
+_MODULES = ("table_model", "distributions", "subjects", "checks", "clauses", "reports", "pytest_plugin")
 
 
 def __getattr__(name: str) -> Any:  # lazy: pytest imports this package in every run

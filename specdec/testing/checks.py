@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import pickle
 import random
 import traceback
@@ -203,14 +202,6 @@ class Faults(dict[str, Broken]):
             yield
         except Broken as broken:
             self.setdefault(clause, broken)
-
-    @contextlib.contextmanager
-    def if_printed(self, clause: str) -> Iterator[None]:
-        """Note a fault of the clause if the block prints."""
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            yield
-        self.note(clause, not printed.getvalue(), "something was printed", got=printed.getvalue())
 
 
 @functools.cache

@@ -177,7 +177,7 @@ def check_plugin(
 
     Args:
         plugin: a registered name (checked as every kind it is registered as), a spec, a verifier, a target, a logits
-            processor, an observer or one of the Subject classes.
+            processor, an observer or a subject.
         options: of the plugin's config class, as plain data; None takes its defaults.
         effort: "sample", "quick" or "full": at most 5, 30 or 600 s of one core.
         only: the ids of the checks to run; None runs all.
@@ -215,7 +215,7 @@ def _subject(plugin: Any, options: Mapping[str, Any] | None) -> AnySubject:
     if kind is None:
         raise ConfigError(
             f"check_plugin takes a name, a spec, a verifier or a target, got {type(plugin).__name__}",
-            try_="parametrize_checks(drafter=...) or one of the Subject classes for a factory",
+            try_="parametrize_checks(drafter=...), or as_subject for a factory",
         )
     config = None if options is None else structure_options(options, plugin.config, kind.document)
     return as_subject(kind, plugin, config)

@@ -77,15 +77,6 @@ class PluginSubject:
     known: dict[object, Any] = attrs.field(factory=dict, init=False, repr=False)
 
 
-DrafterSubject = partial(PluginSubject, kind=Subject.DRAFTER)
-VerifierSubject = partial(PluginSubject, kind=Subject.VERIFIER)
-ForwardPassSubject = partial(PluginSubject, kind=Subject.FORWARD_PASS)
-DepthPolicySubject = partial(PluginSubject, kind=Subject.DEPTH_POLICY)
-OpsSubject = partial(PluginSubject, kind=Subject.OPS)
-LogitsProcessorSubject = partial(PluginSubject, kind=Subject.LOGITS_PROCESSOR)
-ObserverSubject = partial(PluginSubject, kind=Subject.OBSERVER)
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class ModelFamilySubject:
     """A model family; ``config`` is a small config.json that it takes, if it does not take the kit's."""
@@ -147,14 +138,14 @@ def _from_spec(subject: Subject, spec: Any, options: Any) -> PluginSubject:
     if isinstance(spec, DrafterSpec):
         part = DrafterPart(spec=spec, config=options)
         known = part if isinstance(spec.needs, Needs) else part.prepared(prepare_env(TableModel.random(mtp=True)))
-        return DrafterSubject(
-            make=make, needs=known.needs, prepare=lambda target: part.prepared(prepare_env(target)).shared
+        return PluginSubject(
+            kind=subject, make=make, needs=known.needs, prepare=lambda target: part.prepared(prepare_env(target)).shared
         )
     if prepare is None:
         return PluginSubject(kind=subject, make=make)
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
     env = PrepareEnv(target=TableModel.random(mtp=True), costs=lambda: table)
-    return DepthPolicySubject(make=make, shared=lambda: prepare(options, env))
+    return PluginSubject(kind=subject, make=make, shared=lambda: prepare(options, env))
 
 
 def _from_drafter_factory(factory: Any) -> PluginSubject:
@@ -163,7 +154,7 @@ def _from_drafter_factory(factory: Any) -> PluginSubject:
     parameters = inspect.signature(factory).parameters.values()
     takes_env = any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
     make = factory if takes_env else (lambda env: factory())
-    return DrafterSubject(make=make, needs=getattr(factory, "needs", NO_NEEDS))
+    return PluginSubject(kind=Subject.DRAFTER, make=make, needs=getattr(factory, "needs", NO_NEEDS))
 
 
 def prepare_env(target: ForwardPass) -> PrepareEnv:
@@ -262,6 +253,6 @@ def _of_entry(entry: Entry, options: Mapping[str, Any] | None, notes: list[str])
         for dtype in _DTYPES:
             try:
                 backend.choose_dtype(dtype, dtype)
-                yield OpsSubject(make=partial(backend.ops, dtype))
+                yield PluginSubject(kind=Subject.OPS, make=partial(backend.ops, dtype))
             except SpecdecError as refused:
                 notes.append(f"{label} was not checked in {dtype}: {refused.message}")

@@ -14,8 +14,8 @@ from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
 from specdec.drafters.gate import DraftGate, Drawing
 from specdec.errors import UnsupportedError
-from specdec.sampling import Purpose, draw, gumbel
-from specdec.testing.reference_sampling import Places, reference_distribution, reference_logits
+from specdec.sampling import Rows, draw
+from specdec.testing.distributions import Places
 from specdec.testing.strategies import log_uniform, samplings, seeds
 
 if TYPE_CHECKING:
@@ -59,32 +59,10 @@ class Case:
         """The tokens before ``row``."""
         return [*self.history, *self.draft.tokens[:row]]
 
-    def processed(self, row: int) -> list[float]:
-        """The logits of ``row`` after bias, penalties and bans."""
-        return reference_logits(self.rows[row].tolist(), self.history_of(row), self.sampling, self.generated_from)
-
-    def distribution(self, row: int) -> NDArray[np.float64]:
-        """The distribution of the token of ``row``, ``[V]``."""
-        return reference_distribution(self.rows[row].tolist(), self.history_of(row), self.sampling, self.generated_from)
-
-    def choices(self, row: int) -> list[int]:
-        """The tokens that plain decoding may choose in ``row``, the likeliest first: more than one only if rounding
-        decides between them."""
-        sampling, chosen = self.sampling, []
-        if sampling.temperature == 0:
-            return [int(self.distribution(row).argmax())]
-        ids, edge = np.arange(self.vocab), 1e-5
-        noise = gumbel(sampling.seed, len(self.history) + row, ids, Purpose.TOKEN)
-        close = 1e-3 + 1e-6 * float(np.ma.masked_invalid(np.abs(self.rows[row])).max()) / sampling.temperature
-        for change in (1.0, 1 - edge, 1 + edge) if sampling.top_p < 1 or sampling.min_p > 0 else (1.0,):
-            near = attrs.evolve(
-                sampling, top_p=min(sampling.top_p * change, 1.0), min_p=min(sampling.min_p / change, 1.0)
-            )
-            with np.errstate(divide="ignore"):
-                scores = np.log(attrs.evolve(self, sampling=near).distribution(row)) + noise
-            best = np.flatnonzero(scores >= scores.max() - close)
-            chosen += best[np.argsort(-scores[best])].tolist()
-        return list(dict.fromkeys(chosen))
+    @property
+    def law(self) -> Rows:
+        """What plain decoding makes of each row: processed logits, the distribution, the chosen token."""
+        return Rows(HostLogits(self.rows), self.draft.tokens, self.context())
 
 
 _EDGES = (7, 8, 15, 63, 64, 100, 255, 256, 300, 600, 1100)
@@ -160,7 +138,7 @@ def _drafted(case: Case, kind: str, rng: np.random.Generator, with_probs: bool) 
             ranked = np.argsort(-case.rows[row], kind="stable")[:3]
             token = int(ranked[rng.integers(len(ranked))])
         elif kind == "right" or (kind == "wrong at the end" and row < depth - 1):
-            token = case.choices(row)[0]
+            token = case.law.choose(row)
         case = attrs.evolve(case, draft=Draft((*case.draft.tokens, token)))
     if not with_probs or not depth:
         return case
@@ -202,7 +180,8 @@ _DRAFTS = ("drawn", "drawn", "drawn", "drawn from a part of the vocabulary", "be
 @cache
 def _law(name: str, settings: str, last: int, before: frozenset[int]) -> NDArray[np.float64]:
     """The target's distribution after ``last``, where these tokens came ``before``; the prompt is a 0."""
-    return reference_distribution(np.log(_PAIRS[name][0][last]).tolist(), [0, *before], _SETTINGS[settings], 1)
+    logits = HostLogits(np.log(_PAIRS[name][0][[last]]).astype(np.float32))
+    return Rows(logits, (), Context([0, *before], _SETTINGS[settings], generated_from=1)).distribution(0)
 
 
 def every_position(verifier: Verifier, draws: Iterable[int], seed: int) -> Places | None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specdec.backends.ops import DeltaShape
-from specdec.testing import OpsSubject, Subject, check_plugin, iter_checks
+from specdec.testing import Subject, as_subject, check_plugin, iter_checks
 from specdec.testing.clauses import ops as kit
 from specdec.testing.clauses.ops import layers, operations
 
@@ -38,4 +38,4 @@ def check_operations(make: Callable[[], Any], size: str = "kit", clauses: Iterab
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
         only = [clause for clause in clauses if size == "kit" or clause != "O17"]
-        check_plugin(OpsSubject(make=make), only=only).raise_for_failures()
+        check_plugin(as_subject(Subject.OPS, make), only=only).raise_for_failures()

@@ -11,7 +11,7 @@ from specdec.config import Choice
 from specdec.contract import EMPTY_DRAFT, Draft, Drafter, DrafterSnapshot, DrafterSpec, Needs, PrepareEnv
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
-from specdec.testing import DrafterSubject
+from specdec.testing import PluginSubject, Subject
 from specdec.testing.scripted_session import ScriptedSession
 from tests.plugin_objects import plugin_of
 
@@ -69,7 +69,8 @@ def subject(*choices):
     config = FirstOfConfig(drafters=choices)
     assert SPEC.prepare is not None
     prepare = SPEC.prepare
-    return DrafterSubject(
+    return PluginSubject(
+        kind=Subject.DRAFTER,
         make=lambda env: SPEC.factory(config, env),
         needs=Needs(mtp=True, final_hidden=True),
         prepare=lambda target: prepare(config, PrepareEnv(target=target)),

@@ -1,13 +1,17 @@
 """Drafters with one fault each, registered by name."""
 
+import importlib.metadata
 import random
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, Needs
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Registry
+from specdec.registry import BUILT_INS, Registry, use_registry
+
+VERSION = importlib.metadata.version
 
 
 class Faulty(NgramDrafter):
@@ -82,8 +86,23 @@ class Plugin:
         ]
 
 
-def with_faults() -> Registry:
-    """A registry of the built-in plugins and these."""
+def registered(*plugins: object) -> Iterator[None]:
+    """The body of a fixture: the built-in plugins, drafters with faults and these are registered."""
     made = Registry(BUILT_INS, ())
-    made.register(Plugin())
-    return made
+    for plugin in (Plugin(), *plugins):
+        made.register(plugin)
+    former = use_registry(made)
+    yield
+    use_registry(former)
+
+
+def versions(**known: str | None) -> Callable[[str], str]:
+    """``importlib.metadata.version`` with these distributions; None is one that is not installed."""
+
+    def version(name: str) -> str:
+        found = known[name] if name in known else VERSION(name)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    return version

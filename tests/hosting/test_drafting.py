@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
-from specdec.hosting import HostedDrafter, TraceWriter, chosen_drafter, host_info, read_trace, replay
+from specdec.hosting import HostedDrafter, chosen_drafter, host_info, read_trace, replay
 from specdec.hosting.drafting import LOOK_EVERY, PAUSE
-from specdec.registry import use_registry
-from tests.hosting.faulty import FAULTS, with_faults
+from tests.hosting.faulty import FAULTS, registered
 from tests.hosting.simulated import VOCAB, plain, random_requests, serve
 from tests.selection import examples
 
@@ -25,9 +24,7 @@ TOKENS_ONLY = {
 
 @pytest.fixture(autouse=True)
 def _registry():
-    former = use_registry(with_faults())
-    yield
-    use_registry(former)
+    yield from registered()
 
 
 def hosted(name, **options):
@@ -59,8 +56,7 @@ def served(drafter, seed, depth=4):
 def test_drafts_in_a_host_are_those_of_the_engine(tmp_path_factory, name, seed, sessions):
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     choice = Choice(name, TOKENS_ONLY[name])
-    trace = TraceWriter(path, host="a host", drafter=choice, vocab_size=VOCAB)
-    drafter = hosted(name, **TOKENS_ONLY[name], trace=trace, sessions=sessions)
+    drafter = hosted(name, **TOKENS_ONLY[name], trace=path, sessions=sessions)
     served(drafter, seed)
     assert not drafter.off
     assert not drafter.report()["failed"]

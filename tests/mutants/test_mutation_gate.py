@@ -26,7 +26,7 @@ from specdec.backends.cpu import arrays, caches
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import EMPTY_DRAFT, NO_NEEDS, MtpPairs
 from specdec.sampling import Purpose, Rows
-from specdec.testing import OpsSubject, TableModel, as_subject, iter_checks, run_check
+from specdec.testing import Subject, TableModel, as_subject, iter_checks, run_check
 from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import cases
@@ -104,7 +104,7 @@ def _mtp():
 
 
 def _ops():
-    return OpsSubject(make=lambda: ReferenceOps(torch.float32))
+    return as_subject(Subject.OPS, lambda: ReferenceOps(torch.float32))
 
 
 # --- the ratio rule --------------------------------------------------------------------------------------------------

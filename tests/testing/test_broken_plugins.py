@@ -5,16 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from specdec.testing import (
-    DrafterSubject,
-    OpsSubject,
-    Status,
-    Subject,
-    as_subject,
-    check_plugin,
-    iter_checks,
-    run_check,
-)
+from specdec.testing import PluginSubject, Status, Subject, as_subject, check_plugin, iter_checks, run_check
 from tests.selection import cases
 from tests.testing.broken import drafters, families, observers, ops, policies, processors, targets, verifiers
 
@@ -27,9 +18,9 @@ def made(subject, kind):
         kind, options = kind
         return as_subject(subject, partial(targets.table, kind, **dict(options)))
     if subject is Subject.DRAFTER:
-        return DrafterSubject(make=kind)
+        return PluginSubject(kind=Subject.DRAFTER, make=kind)
     if subject is Subject.OPS:
-        return OpsSubject(make=lambda: kind(torch.float32))
+        return as_subject(subject, lambda: kind(torch.float32))
     return as_subject(subject, kind.spec() if subject is Subject.MODEL_FAMILY else kind)
 
 
@@ -60,7 +51,7 @@ def test_a_wrong_plugin_is_found_by_its_clause(case):
 
 
 def test_the_right_drafter_that_they_derive_from_passes():
-    check_plugin(DrafterSubject(make=drafters.Honest), effort="sample").raise_for_failures()
+    check_plugin(PluginSubject(kind=Subject.DRAFTER, make=drafters.Honest), effort="sample").raise_for_failures()
 
 
 @pytest.mark.sample

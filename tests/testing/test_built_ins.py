@@ -17,16 +17,7 @@ from specdec.drafters.mtp import specdec_drafters as mtp_specs
 from specdec.models import causal_lm
 from specdec.processors.grammar import GrammarConfig
 from specdec.registry import Kind, registry
-from specdec.testing import (
-    DrafterSubject,
-    LogitsProcessorSubject,
-    Memory,
-    OpsSubject,
-    Subject,
-    TableModel,
-    as_subject,
-    check_plugin,
-)
+from specdec.testing import Memory, PluginSubject, Subject, TableModel, as_subject, check_plugin
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.testing.table_model import second_model
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
@@ -48,7 +39,9 @@ def draft_model(tokenizers="ids", **options):
         both = letters("a", "b", "ab"), letters("b", "a", "ba", "aa")
         return DraftModel(model=second_model(both[1].vocab_size), name="toy", tokenizers=both)
 
-    return DrafterSubject(make=lambda env: spec.factory(config, env), needs=spec.needs, prepare=prepare)
+    return PluginSubject(
+        kind=Subject.DRAFTER, make=lambda env: spec.factory(config, env), needs=spec.needs, prepare=prepare
+    )
 
 
 def first_of(*choices):
@@ -64,7 +57,7 @@ def first_of(*choices):
         assert spec.prepare is not None
         return spec.prepare(config, PrepareEnv(target=target, tokenizer=letters("a", "b", "c"), load=load))
 
-    return DrafterSubject(make=lambda env: spec.factory(config, env), needs=needs, prepare=prepare)
+    return PluginSubject(kind=Subject.DRAFTER, make=lambda env: spec.factory(config, env), needs=needs, prepare=prepare)
 
 
 def draft_models():
@@ -79,7 +72,9 @@ def draft_models():
 
 
 def grammar(**options):
-    return LogitsProcessorSubject(make=partial(registry().processor("grammar").factory, GrammarConfig(**options)))
+    return as_subject(
+        Subject.LOGITS_PROCESSOR, partial(registry().processor("grammar").factory, GrammarConfig(**options))
+    )
 
 
 class AcceptsNothing(StrictVerifier):
@@ -145,7 +140,7 @@ BUILT_INS = {
     "verifier typical": (Subject.VERIFIER, lambda: TypicalVerifier(TypicalConfig())),
     "verifier that accepts nothing": (Subject.VERIFIER, AcceptsNothing),
     **{
-        f"backend cpu, {kernels}, {dtype}": (Subject.OPS, OpsSubject(make=partial(tiny.make_ops, kernels, dtype)))
+        f"backend cpu, {kernels}, {dtype}": (Subject.OPS, partial(tiny.make_ops, kernels, dtype))
         for kernels in tiny.kernels_available()
         for dtype in ("float32", "bfloat16")
     },

@@ -62,7 +62,7 @@ def test_typical_keeps_tokens_above_its_floor_only(case):
         alone = attrs.evolve(case, rows=case.rows[row : row + 1], history=case.history_of(row), draft=Draft())
         if token == decide(StrictVerifier(), alone).next_token:
             continue
-        values = np.array(case.processed(row))
+        values = case.law.processed(row)
         scaled = (values - values.max()) / (case.sampling.temperature or 1.0)
         probs = np.exp(scaled) / np.exp(scaled).sum()
         entropy = -sum(p * np.log(p) for p in probs if p > 0)

@@ -1,5 +1,8 @@
 """Exact sampling: the output depends on target, prompt, settings and seed; rows have their own history."""
 
+import math
+from collections import Counter
+
 import attrs
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from specdec import sampling as production
 from specdec.backends.arrays import HostLogits
 from specdec.contract import GREEDY_BELOW, Context, Draft, Sampling
-from specdec.sampling import Purpose, Rows, philox, survivors, uniforms
+from specdec.sampling import Purpose, Rows, gumbel, philox, survivors, uniforms
 from specdec.testing import goodness_of_fit
 from specdec.testing.verifier_cases import cases
 from specdec.verifiers.strict import StrictVerifier
@@ -18,13 +21,76 @@ from tests.selection import examples
 WEIGHTS = st.lists(st.integers(0, 8), min_size=6, max_size=6).filter(any)
 
 
+def logits_by_hand(case, row):
+    """Logits after bias, penalties over the row's history, bans and processors; before temperature."""
+    s, values = case.sampling, case.rows[row].tolist()
+    history = case.history_of(row)
+    seen, generated = set(history), Counter(history[case.generated_from :])
+    for token in range(len(values)):
+        values[token] += s.logit_bias.get(token, 0.0)
+        if s.repetition_penalty != 1.0 and token in seen:
+            value = values[token]
+            values[token] = value / s.repetition_penalty if value > 0 else value * s.repetition_penalty
+        if token in generated:
+            values[token] -= s.presence_penalty + s.frequency_penalty * generated[token]
+        if token in s.banned:
+            values[token] = -math.inf
+    for processor in s.processors:
+        values = [float(value) for value in processor.process(np.array(values, np.float32), history)]
+    if len(history) - case.generated_from < s.min_new_tokens:
+        longer = [-math.inf if token in s.end_tokens else value for token, value in enumerate(values)]
+        if max(longer) > -math.inf or not s.processors:
+            values = longer
+    return values
+
+
+def law_by_hand(case, row):
+    """The distribution of the row's token, ``[V]``; one-hot at temperature 0. Ties go to the lowest id."""
+    values, sampling = logits_by_hand(case, row), case.sampling
+    ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    distribution = np.zeros(len(values))
+    if sampling.temperature == 0:
+        distribution[ranked[0]] = 1.0
+        return distribution
+    best = values[ranked[0]]
+    weights = {token: math.exp((values[token] - best) / sampling.temperature) for token in ranked}
+    kept = [token for token in ranked if values[token] > -math.inf]
+    if sampling.top_k:
+        kept = kept[: sampling.top_k]
+    if sampling.top_p < 1.0:
+        total, mass, chosen = sum(weights[token] for token in kept), 0.0, []
+        for token in kept:
+            if mass / total >= sampling.top_p:
+                break
+            chosen.append(token)
+            mass += weights[token]
+        kept = chosen
+    if sampling.min_p > 0.0:
+        kept = [token for token in kept if weights[token] >= sampling.min_p * weights[kept[0]]]
+    total = sum(weights[token] for token in kept)
+    for token in kept:
+        distribution[token] = weights[token] / total
+    return distribution
+
+
 @examples(200)
 @given(cases())
 def test_every_row_follows_the_law_written_out_by_hand(case):
     """F(row i) is F(plain decoding after y + x_1..x_i)."""
-    rows = Rows(HostLogits(case.rows), case.draft.tokens, case.context())
+    rows = case.law
     for row in range(len(case.draft.tokens) + 1):
-        np.testing.assert_allclose(rows.distribution(row), case.distribution(row), atol=1e-9)
+        np.testing.assert_allclose(rows.distribution(row), law_by_hand(case, row), atol=1e-9)
+
+
+@given(cases())
+def test_every_row_has_the_logits_and_the_token_written_out_by_hand(case):
+    rows, seed, ids = case.law, case.sampling.seed, np.arange(case.vocab)
+    for row in range(len(case.draft.tokens) + 1):
+        np.testing.assert_allclose(rows.processed(row), logits_by_hand(case, row), rtol=1e-9)
+        noise = gumbel(seed, len(case.history) + row, ids, Purpose.TOKEN) if case.sampling.temperature else 0
+        with np.errstate(divide="ignore"):
+            scores = np.log(law_by_hand(case, row)) + noise
+        assert scores[rows.choose(row)] >= scores.max() - 1e-6
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from specdec.config import Choice
 from specdec.errors import ConfigError, UnsupportedError, shown
-from specdec.hosting import (
-    HostedDrafter,
-    TraceWriter,
-    chosen_drafter,
-    chosen_tokenizer,
-    host_info,
-    named_part,
-    supported,
-)
+from specdec.hosting import HostedDrafter, chosen_drafter, chosen_tokenizer, host_info, named_part, supported
 
 from specdec_llamacpp.rollback import check_rollback
 
@@ -118,11 +110,11 @@ class SpecdecDraft(LlamaDraftModel):  # type: ignore[misc]
                 try_="Llama(..., logits_all=True)",
             )
         check_rollback(llm, self._depth)
-        trace = None
-        if self._trace is not None:
-            trace = TraceWriter(
-                self._trace, host=HOST, drafter=self._choice, vocab_size=vocab_size, model=Path(llm.model_path).name
-            )
         return HostedDrafter(
-            self._choice, host_info(HOST, vocab_size, context), tokenizer=self._tokenizer, sessions=8, trace=trace
+            self._choice,
+            host_info(HOST, vocab_size, context),
+            tokenizer=self._tokenizer,
+            sessions=8,
+            trace=self._trace,
+            model=Path(llm.model_path).name,
         )

@@ -9,9 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import versions
 from fake_llama import FakeLlama
-from faulty import FAULTS
+from faulty import FAULTS, versions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import VOCAB, plain, random_requests

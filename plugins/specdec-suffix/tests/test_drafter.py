@@ -1,4 +1,4 @@
-"""The drafter's drafts, rewind, corpus and configuration; none of them changes the output."""
+"""The drafter's drafts, corpus and configuration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import pytest
 import reference
 from hypothesis import given, settings
 from specdec.config import structure_options
-from specdec.contract import Context, DrafterEnv, PrepareEnv, Sampling
-from specdec.decoding.cycle import run_cycle
-from specdec.decoding.result import RunStats
-from specdec.decoding.sequence import LiveSequence
+from specdec.contract import Context, DrafterEnv, PrepareEnv
 from specdec.errors import ConfigError
 from specdec.registry import Registry
 from specdec.testing import TableModel
-from specdec.verifiers.strict import StrictVerifier
 
 from specdec_suffix import SuffixConfig, SuffixDrafter, load_corpus
 
@@ -92,47 +88,6 @@ def test_drafts_are_those_of_the_reference(corpus_file, tokens, config, with_cor
         draft = made.propose(Context(tokens[:end]), depth)
         assert draft.tokens == expected(config, tokens[:end], corpus, depth)
         assert draft.probs is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(TEXTS, st.lists(st.tuples(st.integers(0, 40), TEXTS), max_size=4), CONFIGS)
-def test_after_a_rewind_it_drafts_as_a_fresh_one(corpus_file, tokens, edits, config):
-    config = attrs.evolve(config, corpus=corpus_file)
-    made = drafter(config)
-    propose(made, tokens)
-    for length, more in edits:
-        made.rewind(length)
-        tokens = [*tokens[:length], *more]
-        assert propose(made, tokens) == propose(drafter(config), tokens)
-
-
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS, st.integers(0, 8), st.sampled_from([0.0, 0.8]), st.integers(0, 5), st.booleans())
-def test_no_draft_changes_the_output(corpus_file, config, depth, temperature, seed, tilted):
-    target = TableModel.random(4, order=2, seed=seed, peak=0.3, tilt=1.0 if tilted else 0.0)
-    sampling = Sampling(temperature=temperature, seed=seed)
-
-    def generated(depth: int) -> list[int]:
-        tokens, stats = [1, 2], RunStats()
-        state = target.new_state(200)
-        config_here = attrs.evolve(config, corpus=corpus_file)
-        env = DrafterEnv(target=target, state=state, shared=load_corpus(config_here, PrepareEnv(target=target)))
-        target.prefill(state, tokens[:-1])
-        sequence = LiveSequence(
-            target=target,
-            state=state,
-            drafter=SuffixDrafter(config_here, env),
-            verifier=StrictVerifier(),
-            tokens=tokens,
-            context=Context(tokens, sampling, generated_from=2),
-        )
-        while len(tokens) < 60:
-            run_cycle(sequence, depth, len, stats)
-        assert stats.inactive_reason == ""
-        assert stats.faults == {}
-        return tokens[:60]
-
-    assert generated(depth) == generated(0)
 
 
 # --- the corpus ------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from specdec.contract import Hidden, Logits
+from specdec.backends.arrays import ArrayHidden, HostLogits
+from specdec.contract import Hidden
 from specdec.errors import ContractError
 from torch import Tensor
 
@@ -15,22 +14,14 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
 
-class TorchHidden(Hidden):
+class TorchHidden(ArrayHidden):
     """``[T, H]`` in the model's dtype, on its device."""
 
-    __slots__ = ("array",)
+    __slots__ = ()
 
-    def __init__(self, array: Tensor) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return self.array.shape[0]
-
-    def __getitem__(self, rows: slice) -> TorchHidden:
-        return TorchHidden(self.array[rows])
-
-    def join(self, others: Sequence[Hidden]) -> TorchHidden:
-        return TorchHidden(torch.cat([self.array, *(own_hidden(other) for other in others)]))
+    @staticmethod
+    def concatenate(arrays: list[Tensor]) -> Tensor:
+        return torch.cat(arrays)
 
     def rows(self) -> Float32:
         rows: Float32 = self.array.float().cpu().numpy()
@@ -41,26 +32,23 @@ def own_hidden(hidden: Hidden) -> Tensor:
     """The tensor of a hidden state. Raises: ContractError for one from another engine."""
     if not isinstance(hidden, TorchHidden):
         raise ContractError(f"hidden states of another engine: {type(hidden).__name__}")
-    return hidden.array
+    tensor: Tensor = hidden.array
+    return tensor
 
 
-class TorchLogits(Logits):
-    """``[T, V]`` float32; copied to the host on the first call that needs all of it."""
+class TorchLogits(HostLogits):
+    """``[T, V]`` float32; moves to the host on the first call that needs all of it."""
 
-    __slots__ = ("_array", "_rows")
+    __slots__ = ()
 
     def __init__(self, array: Tensor) -> None:
-        self._array = array.float()
-        self._rows: Float32 | None = None
-
-    def __len__(self) -> int:
-        return self._array.shape[0]
+        super().__init__(array.float())
 
     def argmax(self) -> list[int]:
         # torch.argmax does not guarantee the lowest index among ties on every device
-        ids = torch.arange(self._array.shape[1], device=self._array.device)
-        largest = self._array.max(dim=1, keepdim=True).values
-        best: list[int] = torch.where(self._array == largest, ids, ids.numel()).min(dim=1).values.tolist()
+        ids = torch.arange(self.array.shape[1], device=self.array.device)
+        largest = self.array.max(dim=1, keepdim=True).values
+        best: list[int] = torch.where(self.array == largest, ids, ids.numel()).min(dim=1).values.tolist()
         wrong = [row for row, token in enumerate(best) if token == ids.numel()]
         if wrong:
             raise ContractError(
@@ -69,24 +57,7 @@ class TorchLogits(Logits):
             )
         return best
 
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        ids: list[list[int]] = []
-        values: list[list[float]] = []
-        for row in self.rows():
-            kept = min(k, row.shape[0])
-            bound = np.partition(row, -kept)[-kept]
-            candidates = np.flatnonzero(row >= bound)
-            order = candidates[np.lexsort((candidates, -row[candidates]))[:kept]]
-            ids.append(order.tolist())
-            values.append(row[order].tolist())
-        return ids, values
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        wanted = torch.tensor(list(tokens), dtype=torch.int64, device=self._array.device)
-        picked: list[float] = self._array[: len(tokens)].gather(1, wanted[:, None])[:, 0].tolist()
-        return picked
-
     def rows(self) -> Float32:
-        if self._rows is None:
-            self._rows = self._array.cpu().numpy()
-        return self._rows
+        self.array = self.array.cpu()
+        rows: Float32 = self.array.numpy()
+        return rows

@@ -15,7 +15,7 @@ import torch
 from specdec.config import Choice
 from specdec.contract import ForwardOutput, Needs
 from specdec.errors import UnsupportedError
-from specdec.hosting import HostedDrafter, TraceWriter, chosen_drafter, chosen_tokenizer, host_info, supported
+from specdec.hosting import HostedDrafter, chosen_drafter, chosen_tokenizer, host_info, supported
 from specdec.logs import get_logger
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -90,13 +90,8 @@ class Assisted:
             layers=max(layers - 1, 0),  # the last boundary comes after the final norm only
             gives_hidden=True,
         )
-        trace = None
-        if self._trace is not None:
-            name = getattr(model.config, "_name_or_path", "")
-            trace = TraceWriter(
-                self._trace, host="transformers", drafter=self._choice, vocab_size=info.vocab_size, model=name
-            )
-        hosted = HostedDrafter(self._choice, info, tokenizer=self._tokenizer, trace=trace, sessions=8)
+        name = getattr(model.config, "_name_or_path", "")
+        hosted = HostedDrafter(self._choice, info, tokenizer=self._tokenizer, trace=self._trace, model=name, sessions=8)
         self.hosted = hosted
 
         def generator(generation_config: Any, *arguments: Any, **named: Any) -> CandidateGenerator:

@@ -18,15 +18,7 @@ from specdec.checkpoints.locate import is_hub_id
 from specdec.config import Choice
 from specdec.contract import ModelInfo
 from specdec.errors import UnsupportedError, shown
-from specdec.hosting import (
-    HostedDrafter,
-    TraceWriter,
-    chosen_drafter,
-    chosen_tokenizer,
-    host_info,
-    named_part,
-    supported,
-)
+from specdec.hosting import HostedDrafter, chosen_drafter, chosen_tokenizer, host_info, named_part, supported
 from specdec.hosting.choosing import TRACE
 
 if TYPE_CHECKING:
@@ -68,12 +60,14 @@ class Proposer:
                 f"num_speculative_tokens is how many tokens to draft at most, 1 or more, got {shown(depth)}"
             )
         self._depth = depth
+        path = os.environ.get(TRACE) if vllm_config.parallel_config.rank == 0 else None  # ranks hold the same requests
         self.hosted = HostedDrafter(
             choice,
             info,
             tokenizer=_tokenizer(choice, info, model),
             sessions=max(2 * int(vllm_config.scheduler_config.max_num_seqs), SESSIONS),
-            trace=_trace(choice, info, vllm_config),
+            trace=path or None,
+            model=str(model.model),
         )
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -123,13 +117,3 @@ def _tokenizer(choice: Choice, info: ModelInfo, model: Any) -> Any:
         cached = try_to_load_from_cache(model.tokenizer, _FILE, revision=model.tokenizer_revision)
         folder = Path(cached).parent if isinstance(cached, str) else folder
     return chosen_tokenizer(folder) if (folder / _FILE).is_file() else None
-
-
-def _trace(choice: Choice, info: ModelInfo, vllm_config: Any) -> TraceWriter | None:
-    """The recording, from one of the ranks that hold the same requests."""
-    path = os.environ.get(TRACE)
-    if not path or vllm_config.parallel_config.rank:
-        return None
-    return TraceWriter(
-        path, host=HOST, drafter=choice, vocab_size=info.vocab_size, model=str(vllm_config.model_config.model)
-    )

@@ -12,8 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import versions
-from faulty import FAULTS
+from faulty import FAULTS, versions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY

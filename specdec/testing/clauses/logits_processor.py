@@ -70,7 +70,7 @@ def _environments(subject: PluginSubject) -> list[tuple[ProcessorEnv, int]]:
 
 
 class _Asked:
-    """Asks a processor, and looks at what it answers and whether it leaves alone what it is given."""
+    """Asks a processor, and looks at what it answers and whether it leaves logits alone."""
 
     def __init__(self, subject: PluginSubject, env: ProcessorEnv, faults: Faults) -> None:
         self.processor, self.vocab, self.faults = subject.make(env), env.vocab_size, faults
@@ -80,7 +80,6 @@ class _Asked:
         tokens, before, note = list(history), logits.copy(), self.faults.note
         answer: Any = self.processor.process(logits, history)
         self.faults.note_equal("L3", logits, before, "the logits were changed", history=tokens)
-        self.faults.note_equal("L3", list(history), tokens, "the history was changed", history=tokens)
         note("L1", isinstance(answer, np.ndarray), "process returns no array", got=answer, history=tokens)
         answer = np.asarray(answer)
         form, expected = (answer.shape, str(answer.dtype)), ((self.vocab,), "float32")
@@ -94,9 +93,8 @@ class _Asked:
 
     def legal(self, row: Row) -> int:
         logits, history, draft = row
-        given, note, case = list(history), self.faults.note, {"history": history, "draft": draft}
-        count: Any = self.processor.legal(draft, given)
-        note("L3", given == history, "legal changed the history", **case)
+        note, case = self.faults.note, {"history": history, "draft": draft}
+        count: Any = self.processor.legal(draft, list(history))
         inside = type(count) is int and 0 <= count <= len(draft)
         note("L5", inside, "legal is no plain int of 0 to the draft's length", got=repr(count), **case)
         if inside and count < len(draft):
@@ -127,31 +125,30 @@ def _processors(subject: PluginSubject, number: int, seed: int, rows: int) -> Fa
     drawn, others = _rows(seed, env, rows, longest), _rows(rows, other_env, 20, other_env.generated_from + 700)
     chosen = drawn[0][1][: env.generated_from]  # a text that its own masks allow
     going = True
-    with faults.if_printed("L3"):
-        for place, row in enumerate(drawn):
-            logits, tokens, _ = row
-            aside, past, _ = others[place % len(others)]
-            other.process(aside.copy(), list(past))
-            masked = logits.copy()
-            masked[place % env.vocab_size] = -np.inf if env.vocab_size > 1 else 0
-            history = (list, tuple, Context)[place % 3](list(tokens))  # all of them are sequences
-            fresh, what = _Asked(subject, env, faults), "the answer is not that of a new processor for this row alone"
-            expected, legal = fresh.process(logits.copy(), list(tokens)), fresh.legal(row)
-            with faults.of("L2"), own_generators(place) if place % 16 == 0 else contextlib.nullcontext():
-                for values in (logits, masked, logits):
-                    got = driven.process(values.copy(), history)
-                    if values is logits:
-                        faults.note_equal("L2", got, expected, what, history=tokens, row=place)
-                    faults.note_equal("L2", driven.legal(row), legal, f"{what}: legal", history=tokens, row=place)
-            if "L1" in faults:
-                break
-            if going:
-                driven.forced(chosen)
-                allowed = np.flatnonzero(driven.process(logits.copy(), list(chosen)) > -np.inf)
-                faults.note("L4", len(allowed), "every token is forbidden", history=chosen)
-                further = np.setdiff1d(allowed, env.end_tokens).tolist()
-                chosen += further[place % max(len(further), 1) :][:1]
-                going = bool(further)
+    for place, row in enumerate(drawn):
+        logits, tokens, _ = row
+        aside, past, _ = others[place % len(others)]
+        other.process(aside.copy(), list(past))
+        masked = logits.copy()
+        masked[place % env.vocab_size] = -np.inf if env.vocab_size > 1 else 0
+        history = (list, tuple, Context)[place % 3](list(tokens))  # all of them are sequences
+        fresh, what = _Asked(subject, env, faults), "the answer is not that of a new processor for this row alone"
+        expected, legal = fresh.process(logits.copy(), list(tokens)), fresh.legal(row)
+        with faults.of("L2"), own_generators(place) if place % 16 == 0 else contextlib.nullcontext():
+            for values in (logits, masked, logits):
+                got = driven.process(values.copy(), history)
+                if values is logits:
+                    faults.note_equal("L2", got, expected, what, history=tokens, row=place)
+                faults.note_equal("L2", driven.legal(row), legal, f"{what}: legal", history=tokens, row=place)
+        if "L1" in faults:
+            break
+        if going:
+            driven.forced(chosen)
+            allowed = np.flatnonzero(driven.process(logits.copy(), list(chosen)) > -np.inf)
+            faults.note("L4", len(allowed), "every token is forbidden", history=chosen)
+            further = np.setdiff1d(allowed, env.end_tokens).tolist()
+            chosen += further[place % max(len(further), 1) :][:1]
+            going = bool(further)
     return faults
 
 
@@ -161,8 +158,7 @@ driven(
         "L1": "``process`` returns float32 ``[V]`` without NaN or infinity above, also for logits with ``-inf`` in "
         "them.",
         "L2": "An answer depends on the arguments alone: on no earlier call, other sequence or random generator.",
-        "L3": "A processor changes neither the logits nor the history and the draft that it is given, and prints "
-        "nothing.",
+        "L3": "A processor leaves the logits that it is given as they are.",
         "L4": "At least one token stays allowed, after every history that its own masks allow.",
         "L5": "``legal`` returns a plain int, at most the draft's length, and cuts only what ``process`` forbids.",
         "L6": "An answer belongs to its receiver: later calls leave it as it was.",

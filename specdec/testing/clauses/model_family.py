@@ -31,7 +31,7 @@ from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not
 from specdec.testing.clauses.ops.operations import REFERENCE
 from specdec.testing.random_weights import SMALL, WIDTHS, RandomWeights, random_target
 from specdec.testing.strategies import lengths, seeds
-from specdec.testing.subjects import ForwardPassSubject, ModelFamilySubject
+from specdec.testing.subjects import ModelFamilySubject, PluginSubject, Subject
 from specdec.testing.target_under_test import Play, TargetUnderTest
 
 LARGE = 10_000_000  # values of weights, from which no random ones are made
@@ -249,7 +249,7 @@ def models_are_targets(subject: ModelFamilySubject, run: Run) -> None:
     """The model is a target: over any weights, every row of every pass has the logits of plain decoding, also after
     rewinds and copies."""
     model = _Family(subject).target(seed=run.seed % 2**32)
-    target = TargetUnderTest(ForwardPassSubject(make=lambda: model))
+    target = TargetUnderTest(PluginSubject(kind=Subject.FORWARD_PASS, make=lambda: model))
 
     def body(length: int, seed: int) -> None:
         kinds = ("prefill", "decode", "rewind", "restore", "decode")

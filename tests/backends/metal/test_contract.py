@@ -7,7 +7,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
-from specdec.testing import OpsSubject, check_plugin  # noqa: E402
+from specdec.testing import Subject, as_subject, check_plugin  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.families import check_target  # noqa: E402
 from tests.selection import cases  # noqa: E402
@@ -35,7 +35,7 @@ def fast(dtype):
     ],
 )
 def test_operations(make, dtype):
-    check_plugin(OpsSubject(make=lambda: make(dtype))).raise_for_failures()
+    check_plugin(as_subject(Subject.OPS, lambda: make(dtype))).raise_for_failures()
 
 
 @pytest.mark.slow

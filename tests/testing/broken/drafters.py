@@ -50,12 +50,6 @@ class TooLong(Honest):
         return super().propose(context, depth + 1 if depth else 0)
 
 
-class WritesToTheContext(Honest):
-    def propose(self, context, depth):
-        context.cycle += 1
-        return super().propose(context, depth)
-
-
 class NeedsTwoTokens(Honest):
     def propose(self, context, depth):
         context[-2]
@@ -126,12 +120,6 @@ class UsesHiddenStatesUndeclared(Honest):
         output.hidden[:1]
 
 
-class DecodesForItself(Honest):
-    def propose(self, context, depth):
-        self.env.target.decode(self.env.state, [context[-1]])
-        return super().propose(context, depth)
-
-
 class FailsAtDepthFive(Honest):
     def propose(self, context, depth):
         if depth > 4:
@@ -155,12 +143,6 @@ class SharedBetweenSequences(Honest):
         self.started = True
         type(self).last = self
         return super().propose(context, depth) if mine else EMPTY_DRAFT
-
-
-class Talks(Honest):
-    def propose(self, context, depth):
-        print("drafting")  # noqa: T201  (what it is wrong about)
-        return super().propose(context, depth)
 
 
 class SavesItsLivingArray(Honest):
@@ -219,7 +201,6 @@ class NeverAgain(Honest):
 
 BROKEN = {
     TooLong: "D1",
-    WritesToTheContext: "D2",
     NeedsTwoTokens: "D3",
     IgnoresDepthZero: "D4",
     MovesTheGlobalGenerator: "D5",
@@ -229,11 +210,9 @@ BROKEN = {
     WideProbs: "D9",
     GreedyWithItsSoftmax: "D10",
     UsesHiddenStatesUndeclared: "D11",
-    DecodesForItself: "D12",
     FailsAtDepthFive: "D13",
     DrawsWithAcceptanceNoise: "D14",
     SharedBetweenSequences: "D15",
-    Talks: "D16",
     SavesItsLivingArray: "D17",
     ReportsARateOfNothing: "D18",
     ReusesItsBuffer: "D19",

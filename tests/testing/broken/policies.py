@@ -37,12 +37,6 @@ class GrowsForEver(DepthPolicy):
         self.depth = self.depth * 2 if cycle.accepted == cycle.offered else 1
 
 
-class ForgetsInTheStats(DepthPolicy):
-    def next_depth(self, stats):
-        stats.offered[:] = [count // 2 for count in stats.offered]
-        return 2
-
-
 class SharesCounters(DepthPolicy):
     cycles = 0
 
@@ -73,7 +67,6 @@ BROKEN = {
     DividesByCycles: "P2",
     DividesByOffered: "P3",
     GrowsForEver: "P4",
-    ForgetsInTheStats: "P5",
     SharesCounters: "P6",
     CountsQuestions: "P7",
     Explains: "P8",

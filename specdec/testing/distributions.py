@@ -1,78 +1,19 @@
-"""A reference for ``specdec.sampling``: the distribution of the next token, computed one token at a time, and a test of
-whether tokens follow distributions that differ from one to the next."""
+"""Tests of whether tokens follow a distribution, and distributions that differ from one to the next."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from specdec.contract import Sampling
 from specdec.testing.checks import expect
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.exchange import Float64
-
-
-def reference_logits(
-    logits: Sequence[float], history: Sequence[int], sampling: Sampling, generated_from: int
-) -> list[float]:
-    """Logits after bias, penalties over ``history``, bans and processors; before temperature."""
-    s, values = sampling, [float(logit) for logit in logits]
-    seen, generated = set(history), Counter(history[generated_from:])
-    for token in range(len(values)):
-        values[token] += s.logit_bias.get(token, 0.0)
-        if s.repetition_penalty != 1.0 and token in seen:
-            value = values[token]
-            values[token] = value / s.repetition_penalty if value > 0 else value * s.repetition_penalty
-        if token in generated:
-            values[token] -= s.presence_penalty + s.frequency_penalty * generated[token]
-        if token in s.banned:
-            values[token] = -math.inf
-    for processor in s.processors:
-        values = [float(value) for value in processor.process(np.array(values, np.float32), history)]
-    if len(history) - generated_from < s.min_new_tokens:
-        longer = [-math.inf if token in s.end_tokens else value for token, value in enumerate(values)]
-        if max(longer) > -math.inf or not s.processors:
-            values = longer
-    return values
-
-
-def reference_distribution(
-    logits: Sequence[float], history: Sequence[int], sampling: Sampling, generated_from: int = 0
-) -> Float64:
-    """The distribution ``[V]`` of the token after ``history``; one-hot at temperature 0. Ties go to the lowest id."""
-    values = reference_logits(logits, history, sampling, generated_from)
-    ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))
-    distribution = np.zeros(len(values))
-    if sampling.temperature == 0:
-        distribution[ranked[0]] = 1.0
-        return distribution
-    best = values[ranked[0]]
-    weights = {token: math.exp((values[token] - best) / sampling.temperature) for token in ranked}
-    kept = [token for token in ranked if values[token] > -math.inf]
-    if sampling.top_k:
-        kept = kept[: sampling.top_k]
-    if sampling.top_p < 1.0:
-        total, mass, chosen = sum(weights[token] for token in kept), 0.0, []
-        for token in kept:
-            if mass / total >= sampling.top_p:
-                break
-            chosen.append(token)
-            mass += weights[token]
-        kept = chosen
-    if sampling.min_p > 0.0:
-        kept = [token for token in kept if weights[token] >= sampling.min_p * weights[kept[0]]]
-    total = sum(weights[token] for token in kept)
-    for token in kept:
-        distribution[token] = weights[token] / total
-    return distribution
 
 
 MERGE_BELOW = 5.0  # merge cells with smaller expected counts: chi-square is unreliable there
