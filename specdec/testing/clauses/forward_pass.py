@@ -1,4 +1,4 @@
-"""Checks of targets: clauses F2 to F10, F12, F13, F15, F16, F19, F21, F22, F27 and F29 to F31.
+"""Checks of targets: clauses F2 to F10, F12, F13, F15, F16, F19, F21, F22 and F27 to F31.
 
 The reference is the target itself in plain decoding: a fresh state, one row per pass. Most clauses are plays: a long
 text is taken in by drawn steps of some kinds, with states made for all that the target gives.
@@ -7,6 +7,8 @@ text is taken in by drawn steps of some kinds, with states made for all that the
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -323,6 +325,28 @@ def draft_heads(subject: PluginSubject, run: Run) -> None:
         for name, make in (("draft_head", model.draft_head), ("extended", head.extended)):
             what = f"{name} with an id outside the vocabulary"
             expect_error(PromptError, partial(make, [ids[0], outside]), what, id=outside)
+
+
+@check("F28")
+def states_are_freed(subject: PluginSubject, run: Run) -> None:
+    """A state is freed with its sequence: a target keeps neither states nor what it handed over."""
+    target = under_test(subject)
+    references: dict[str, list[weakref.ref[Any]]] = {}
+    for _ in range(12):
+        state = target.prefilled(min(4, target.length - 1))
+        logits = target.model.decode(state, target.text[:1]).need_logits()
+        logits.argmax()
+        target.model.commit(state, 1)
+        copy = target.model.restore(target.model.snapshot(state))
+        target.model.decode(copy, target.text[:1])
+        for part in (state, copy, logits):
+            with contextlib.suppress(TypeError):  # a class without weak references
+                references.setdefault(type(part).__name__, []).append(weakref.ref(part))
+        del state, copy, logits, part
+    gc.collect()
+    for kind, dead in references.items():
+        kept = sum(reference() is not None for reference in dead)
+        expect(kept <= 4, f"{kind} stays in memory after its sequence", got=f"{kept} of {len(dead)}")
 
 
 @check("F29")
