@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.cuda.arrays import Convolved
-from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.device import CudaDevice
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import rows_for
 from specdec.backends.ops import DeltaShape
@@ -55,7 +55,7 @@ class DeviceCache(Cache):
 
     kind: ClassVar[Kind]
 
-    def __init__(self, device: Device, capacity: int) -> None:
+    def __init__(self, device: CudaDevice, capacity: int) -> None:
         self.device = device
         self.capacity = capacity
         self.row = torch.empty(COLUMNS, dtype=torch.int64, device=device.place)
@@ -121,7 +121,7 @@ class CudaKVCache(DeviceCache):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, device: Device, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, device: CudaDevice, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity)
         self.kv_heads, self.head_dim = kv_heads, head_dim
         vars(self).update(self._allocated(rows_for(0, 0, capacity), dtype))
@@ -181,7 +181,7 @@ class CudaLatentCache(CudaKVCache):
 
     attributes: ClassVar[dict[str, str]] = {"rows": "keys"}
 
-    def __init__(self, device: Device, capacity: int, dims: int, dtype: torch.dtype) -> None:
+    def __init__(self, device: CudaDevice, capacity: int, dims: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity, 1, dims, dtype)
 
 
@@ -195,7 +195,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
 
     kind = Kind.STATES
 
-    def __init__(self, device: Device, shape: DeltaShape, dtype: torch.dtype) -> None:
+    def __init__(self, device: CudaDevice, shape: DeltaShape, dtype: torch.dtype) -> None:
         MarkedCache.__init__(self)
         DeviceCache.__init__(self, device, 2**62)  # a state has no length
         self.shape = shape

@@ -24,7 +24,7 @@ from specdec.backends.cuda.arrays import (
     materialised,
 )
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, DeviceLength
-from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.device import CudaDevice
 from specdec.backends.cuda.kernels import attention, delta, delta_chunked, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
@@ -52,7 +52,7 @@ class CudaOps(Ops):
     hidden_type = CudaHidden
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
+        self, device: CudaDevice, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
     ) -> None:
         self.device = device
         self.dtype = dtype

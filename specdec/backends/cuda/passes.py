@@ -23,7 +23,7 @@ from torch import Tensor
 from specdec.backends.cuda import choosing, products
 from specdec.backends.cuda.arrays import CudaHeadRows, checked, materialised
 from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
-from specdec.backends.cuda.device import Device, Graph
+from specdec.backends.cuda.device import CudaDevice
 from specdec.backends.cuda.kernels.commit import commit_rows
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
@@ -50,7 +50,7 @@ class DeviceTokens(PlaceholderTokens):
 
 @attrs.frozen(eq=False)
 class _Captured:
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     out: Tensor  # [T, H], overwritten by every replay
     body: Callable[[], Tensor]  # keeps alive the memory that the graph uses by address
 
@@ -107,7 +107,7 @@ class CudaPasses:
     """One kind of pass, for any sequence."""
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, body: Body, caches: int, hidden_size: int, eager_reason: str = ""
+        self, device: CudaDevice, dtype: torch.dtype, body: Body, caches: int, hidden_size: int, eager_reason: str = ""
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -135,7 +135,9 @@ class CudaPasses:
         if hidden is not None:
             self._hidden[:rows].copy_(hidden)
 
-    def draft(self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int) -> Iterator[Graph]:
+    def draft(
+        self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int
+    ) -> Iterator[torch.cuda.CUDAGraph]:
         """The graphs of a greedy draft, each to be replayed before the next one: a capture runs it for real."""
         base = head.parts[0] if isinstance(head, CudaHeadRows) else head
         drafts = self._drafts.pop((id(base), room), None) or _Drafts(head, room)

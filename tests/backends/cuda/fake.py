@@ -113,7 +113,7 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """See ``specdec.backends.cuda.device.Device``. ``free`` bytes are left of ``total``, whatever is allocated."""
+    """See ``specdec.backends.cuda.device.CudaDevice``. ``free`` bytes are left of ``total``, whatever is allocated."""
 
     def __init__(self, free: int = 2**40, total: int = 2**41) -> None:
         self.place = torch.device("cpu")
