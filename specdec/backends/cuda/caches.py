@@ -8,7 +8,6 @@ Memory grows in stages up to the capacity. Growing changes addresses but not gra
 from __future__ import annotations
 
 import abc
-import enum
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from torch import Tensor
 from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.cuda.arrays import Convolved
 from specdec.backends.cuda.device import CudaDevice
+from specdec.backends.cuda.kernels.commit import ROWS, STATES
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import rows_for
 from specdec.backends.ops import DeltaShape
@@ -27,13 +27,6 @@ from specdec.errors import StateError
 
 FIRST_SLOTS = 6  # states of a new delta cache, for passes of up to 5 rows; longer ones grow it to MAX_ROWS + 1
 MORE_ROOM = "target.capacity below that, which ends sessions earlier; fewer open sessions; a quantised checkpoint"
-
-
-class Kind(enum.IntEnum):
-    """How a commit changes a row of the table."""
-
-    ROWS = 0  # LENGTH += kept
-    STATES = 1  # LENGTH += kept, and SLOT moves on by as many states
 
 
 class Position(int):
@@ -53,7 +46,7 @@ class Position(int):
 class DeviceCache(Cache):
     """The base of the caches: the table row, its mirror, and memory growth."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[int]  # how a commit changes the row of the table: ``kernels.commit.ROWS`` or ``STATES``
 
     def __init__(self, device: CudaDevice, capacity: int) -> None:
         self.device = device
@@ -116,7 +109,7 @@ class DeviceCache(Cache):
 class CudaKVCache(DeviceCache):
     """Keys and values ``[bound, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional."""
 
-    kind = Kind.ROWS
+    kind = ROWS
     attributes: ClassVar[dict[str, str]] = {"keys": "keys", "values": "values"}  # of the arrays, by their saved names
     keys: Tensor
     values: Tensor
@@ -193,7 +186,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
     committed whole.
     """
 
-    kind = Kind.STATES
+    kind = STATES
 
     def __init__(self, device: CudaDevice, shape: DeltaShape, dtype: torch.dtype) -> None:
         MarkedCache.__init__(self)
@@ -340,7 +333,6 @@ class CapturedCache:
     """Stand-in for a cache of any sequence: the common properties, and a row of the static table."""
 
     def __init__(self, cache: Any, row: Tensor, bound: int) -> None:
-        self.kind = cache.kind
         self.row = row
         self.bound = bound  # at least the bound of every sequence that replays
         self.length = DeviceLength(row)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from specdec.backends.cuda import choosing, products
 from specdec.backends.cuda.arrays import CudaHeadRows, checked, materialised
-from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
+from specdec.backends.cuda.caches import CapturedCache, DeviceCache, write_rows
 from specdec.backends.cuda.device import CudaDevice
-from specdec.backends.cuda.kernels.commit import commit_rows
+from specdec.backends.cuda.kernels.commit import STATES, commit_rows
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.cuda.weights import DenseWeight, Weight
@@ -52,7 +52,7 @@ class DeviceTokens(PlaceholderTokens):
 class _Captured:
     graph: torch.cuda.CUDAGraph
     out: Tensor  # [T, H], overwritten by every replay
-    body: Callable[[], Tensor]  # keeps alive the memory that the graph uses by address
+    body: object  # keeps alive the memory that the graph uses by address
 
 
 class _Drafts:
@@ -120,7 +120,7 @@ class CudaPasses:
         self._ids = torch.zeros(rows, dtype=torch.int32, device=place)
         self._hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=place)
         self._fed = torch.zeros(1, hidden_size, dtype=dtype, device=place)  # the row that a draft continues from
-        self._drafted = torch.zeros(rows, dtype=torch.int32, device=place)
+        self.drafted = torch.zeros(rows, dtype=torch.int32, device=place)  # -1 where no logit is finite
         self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
         self._drafts: dict[tuple[int, int], _Drafts] = {}  # by head and room for added rows, the last used one last
 
@@ -166,70 +166,64 @@ class CudaPasses:
     # the sequence's caches that the replay writes again; the static table is put back.
 
     def captured(self, rows: int, caches: Sequence[DeviceCache]) -> _Captured:
-        """Capture a pass of ``rows`` rows."""
-        key = rows, _bound(caches)
-        if key not in self.graphs:
-            stand_ins = self._stand_ins(caches, key[1])
-            self.graphs[key] = self._capture(
-                f"a pass of {rows} rows", lambda: self.launched(stand_ins, self._ids[:rows], self._given(rows))
-            )
-        return self.graphs[key]
+        """The graph of a pass of ``rows`` rows."""
+
+        def run(stand_ins: Sequence[CapturedCache]) -> Tensor:
+            return self.launched(stand_ins, self._ids[:rows], self._given(rows))
+
+        return self._capture(self.graphs, rows, caches, f"a pass of {rows} rows", run)
 
     def first(self, rows: int, caches: Sequence[DeviceCache], kinds: Tensor, drafts: _Drafts) -> _Captured:
-        """Capture a draft's first pass: its last row goes to ``_fed``, its token to ``_drafted[0]``."""
-        key = rows, _bound(caches)
-        if key not in drafts.firsts:
-            stand_ins = self._stand_ins(caches, key[1])
+        """The graph of a draft's first pass: its last row goes to ``_fed``, its token to ``drafted[0]``."""
 
-            def run() -> Tensor:
-                x = self.launched(stand_ins, self._ids[:rows], self._given(rows))
-                commit_rows(self.current, kinds, rows)
-                self._fed.copy_(x[-1:])
-                self._drafted[:1].copy_(drafts.token(self._fed))
-                return x
+        def run(stand_ins: Sequence[CapturedCache]) -> Tensor:
+            x = self.launched(stand_ins, self._ids[:rows], self._given(rows))
+            commit_rows(self.current, kinds, rows)
+            self._fed.copy_(x[-1:])
+            self.drafted[:1].copy_(drafts.token(self._fed))
+            return x
 
-            drafts.firsts[key] = self._capture(f"a draft over {rows} rows", run)
-        return drafts.firsts[key]
+        return self._capture(drafts.firsts, rows, caches, f"a draft over {rows} rows", run)
 
     def rest(self, steps: int, caches: Sequence[DeviceCache], kinds: Tensor, drafts: _Drafts) -> _Captured:
-        """Capture a draft's further steps, each over the token before it and that token's hidden state."""
-        key = steps, _bound(caches)
-        if key not in drafts.rests:
-            stand_ins = self._stand_ins(caches, key[1])
+        """The graph of a draft's further steps, each over the token before it and that token's hidden state."""
 
-            def run() -> Tensor:
-                x = self._fed
-                for step in range(1, steps + 1):
-                    x = self.launched(stand_ins, self._drafted[step - 1 : step], x)
-                    commit_rows(self.current, kinds, 1)
-                    self._drafted[step : step + 1].copy_(drafts.token(x))
-                return x
+        def run(stand_ins: Sequence[CapturedCache]) -> Tensor:
+            x = self._fed
+            for step in range(1, steps + 1):
+                x = self.launched(stand_ins, self.drafted[step - 1 : step], x)
+                commit_rows(self.current, kinds, 1)
+                self.drafted[step : step + 1].copy_(drafts.token(x))
+            return x
 
-            drafts.rests[key] = self._capture(f"{steps} steps of a draft", run)
-        return drafts.rests[key]
+        return self._capture(drafts.rests, steps, caches, f"{steps} steps of a draft", run)
 
     def _given(self, rows: int) -> Tensor | None:
         return self._hidden[:rows] if self.hidden_size else None
-
-    def _stand_ins(self, caches: Sequence[DeviceCache], bound: int) -> list[CapturedCache]:
-        return [CapturedCache(cache, row, bound) for cache, row in zip(caches, self.current, strict=True)]
 
     def launched(self, stand_ins: Sequence[CapturedCache], ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Run the body on ids and hidden states on the device, with stand-ins for the caches."""
         return materialised(self.body(stand_ins, DeviceTokens(ids), hidden))
 
-    def drafted(self, count: int) -> list[int]:
-        """Read the first ``count`` tokens of the last draft, -1 where no logit was finite. Waits for the device."""
-        tokens: list[int] = self._drafted[:count].tolist()
-        return tokens
-
-    def _capture(self, what: str, run: Callable[[], Tensor]) -> _Captured:
+    def _capture(
+        self,
+        held: dict[tuple[int, int], _Captured],
+        size: int,
+        caches: Sequence[DeviceCache],
+        what: str,
+        run: Callable[[Sequence[CapturedCache]], Tensor],
+    ) -> _Captured:
+        """The graph in ``held`` of this size and the bound of ``caches``; at first captured from ``run(stand-ins)``."""
+        key = size, _bound(caches)
+        if key in held:
+            return held[key]
+        stand_ins = [CapturedCache(cache, row, key[1]) for cache, row in zip(caches, self.current, strict=True)]
         out: Tensor | None = None
         table = self.current.clone()
 
         def body() -> None:
             nonlocal out
-            out = run()
+            out = run(stand_ins)
 
         device = self.device
         try:
@@ -243,7 +237,8 @@ class CudaPasses:
             ) from error
         assert out is not None
         self.current.copy_(table)
-        return _Captured(graph, out, run)
+        held[key] = _Captured(graph, out, run)
+        return held[key]
 
 
 class CudaPass(Pass):
@@ -264,9 +259,9 @@ class CudaPass(Pass):
         for cache, row in zip(self.caches, self.table, strict=True):
             cache.adopt(row)
         write_rows(self.caches, self.table)
-        kinds = [int(cache.kind) for cache in self.caches]
+        kinds = [cache.kind for cache in self.caches]
         self.kinds = torch.tensor(kinds, dtype=torch.int32, device=place)
-        self._recurrent = Kind.STATES in kinds
+        self._recurrent = STATES in kinds
         self._rows = 0  # the last run's
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
@@ -309,7 +304,7 @@ class CudaPass(Pass):
             passes.load(self.table, tokens, given)
             for graph in passes.draft(rows, depth, self, head, room):
                 graph.replay()
-            found = passes.drafted(depth)
+            found: list[int] = passes.drafted[:depth].tolist()  # waits for the device
         ran = found.index(-1) + 1 if -1 in found else depth  # passes that single steps would have run
         self.commit(rows + ran - 1)
         if -1 in found:
