@@ -23,7 +23,7 @@ from specdec.backends.cuda.arrays import CudaHidden, materialised
 from specdec.backends.cuda.caches import CapturedCache
 from specdec.backends.cuda.kernels.commit import commit_rows
 from specdec.backends.cuda.ops import CudaOps
-from specdec.backends.cuda.passes import DeviceTokens
+from specdec.backends.placeholders import DeviceTokens
 from specdec.contract import Needs, State
 from specdec.measuring.runs import generate
 from specdec.models.causal_lm import PrunedHead, _run_mtp

@@ -30,10 +30,11 @@ from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
 from specdec.backends.cuda.kernels.packed import Layout
 from specdec.backends.cuda.kernels.route import choose
-from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
+from specdec.backends.cuda.passes import CudaPasses
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body
+from specdec.backends.placeholders import DeviceTokens
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 from specdec.contract import Logits, Parity
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError

@@ -20,32 +20,25 @@ import attrs
 import torch
 from torch import Tensor
 
+from specdec.backends.arrays import not_finite
 from specdec.backends.cuda import choosing, products
-from specdec.backends.cuda.arrays import CudaHeadRows, checked, materialised
+from specdec.backends.cuda.arrays import CudaHeadRows, materialised
 from specdec.backends.cuda.caches import CapturedCache, DeviceCache, write_rows
 from specdec.backends.cuda.device import CudaDevice
 from specdec.backends.cuda.kernels.commit import STATES, commit_rows
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.cuda.weights import DenseWeight, Weight
-from specdec.backends.passes import Body, Pass
-from specdec.backends.placeholders import PlaceholderTokens
+from specdec.backends.passes import Body, Pass, fitting
+from specdec.backends.placeholders import DeviceTokens
 from specdec.contract import Choosing
-from specdec.errors import ShapeError, SpecdecError, UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.backends.ops import Array, Cache
 
 _ADDED_ROWS = (256, 1024, 4096)  # allowed numbers of rows added to a pruned head: few graphs
 _HEADS = 4  # heads whose captured drafts are kept
-
-
-class DeviceTokens(PlaceholderTokens):
-    """Token ids on the device; the host knows only their number and address."""
-
-    def __init__(self, ids: Tensor) -> None:
-        super().__init__(len(ids))
-        self.ids = ids  # [T] int32
 
 
 @attrs.frozen(eq=False)
@@ -150,14 +143,10 @@ class CudaPasses:
             yield self.rest(depth - 1, of.caches, of.kinds, drafts).graph
 
     def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
-        """Check the shape and dtype of hidden states. Raises: ShapeError."""
+        """The hidden states that the body takes, if any. Raises: ShapeError for other shapes and dtypes."""
         if not self.hidden_size:
             return None
-        if hidden is None or hidden.shape != (rows, self.hidden_size) or hidden.dtype is not self.dtype:
-            got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
-            takes = f"{[rows, self.hidden_size]} {self.dtype}"
-            raise ShapeError("a pass got hidden states that do not fit", got=got, takes=takes)
-        found: Tensor = materialised(hidden)
+        found: Tensor = materialised(fitting(hidden, (rows, self.hidden_size), self.dtype))
         return found
 
     # --- capturing -------------------------------------------------------------------------------------------------
@@ -308,7 +297,7 @@ class CudaPass(Pass):
         ran = found.index(-1) + 1 if -1 in found else depth  # passes that single steps would have run
         self.commit(rows + ran - 1)
         if -1 in found:
-            checked([-1])  # raises the error of a single step, whose logits have one row
+            raise not_finite(0)  # as a single step, whose logits have one row
         return tuple(found)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, lowest_best, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalRowCache
-from specdec.backends.metal.device import DeviceTokens, number
+from specdec.backends.metal.device import number
 from specdec.backends.metal.kernel_sets import KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import attention, lanes
 from specdec.backends.metal.kernels.delta import DeltaInputs
@@ -26,6 +26,7 @@ from specdec.backends.metal.passes import MetalPasses
 from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatrix, packed, take
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body
+from specdec.backends.placeholders import DeviceTokens
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
 from specdec.errors import ContractError
