@@ -29,20 +29,6 @@ FIRST_SLOTS = 6  # states of a new delta cache, for passes of up to 5 rows; long
 MORE_ROOM = "target.capacity below that, which ends sessions earlier; fewer open sessions; a quantised checkpoint"
 
 
-class Position(int):
-    """A cache's committed length with its table row, from which kernels read it."""
-
-    row: Tensor
-
-    def __new__(cls, length: int, row: Tensor) -> Position:
-        made = super().__new__(cls, length)
-        made.row = row
-        return made
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
-
-
 class DeviceCache(Cache):
     """The base of the caches: the table row, its mirror, and memory growth."""
 
@@ -52,13 +38,8 @@ class DeviceCache(Cache):
         self.device = device
         self.capacity = capacity
         self.row = torch.empty(COLUMNS, dtype=torch.int64, device=device.place)
-        self._length = 0
+        self.length = 0
         self._pending: int | None = None  # rows of the uncommitted pass
-
-    @property
-    def length(self) -> int:  # type: ignore[override]  # read-only here
-        """Committed rows."""
-        return Position(self._length, self.row)
 
     @property
     @abc.abstractmethod
@@ -79,7 +60,7 @@ class DeviceCache(Cache):
 
     def reserve(self, rows: int) -> None:
         """Make room for a pass of ``rows`` rows. Raises: StateError above the capacity, OutOfMemory."""
-        self.make_room(self._length + rows, rows)
+        self.make_room(self.length + rows, rows)
         self._pending = rows
 
     @abc.abstractmethod
@@ -98,7 +79,7 @@ class DeviceCache(Cache):
 
     def advance(self, rows: int) -> None:
         """Count ``rows`` rows that the table's row already includes."""
-        self._length += rows
+        self.length += rows
         self._pending = None
 
     def advances_alone(self) -> bool:
@@ -136,7 +117,7 @@ class CudaKVCache(DeviceCache):
 
     def entries(self) -> list[int]:
         first, second = ([*(array.data_ptr() for array in self._arrays.values()), 0])[:2]
-        return [self._length, first, second, self.bound, 0, 0, 0, 0]
+        return [self.length, first, second, self.bound, 0, 0, 0, 0]
 
     def make_room(self, end: int, rows: int) -> None:
         if end > self.capacity:
@@ -150,19 +131,19 @@ class CudaKVCache(DeviceCache):
             self.write()
 
     def truncate(self, length: int) -> bool:
-        self._length, self._pending = length, None
+        self.length, self._pending = length, None
         self.write()
         return True
 
     def save(self) -> dict[str, Tensor]:
-        return {name: array[: self._length].clone() for name, array in self._arrays.items()}
+        return {name: array[: self.length].clone() for name, array in self._arrays.items()}
 
     def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
-        self._length, self._pending = 0, None
+        self.length, self._pending = 0, None
         self.make_room(length, 0)
         for name, array in self._arrays.items():
             array[:length] = arrays[name]
-        self._length = length
+        self.length = length
         self.write()
 
     def nbytes(self) -> int:
@@ -227,7 +208,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
 
     def entries(self) -> list[int]:
         addresses = [self.states.data_ptr(), self.ring.data_ptr()]
-        return [self._length, *addresses, self.slots, self._slot, self.ring_rows, 0, 0]
+        return [self.length, *addresses, self.slots, self._slot, self.ring_rows, 0, 0]
 
     def make_room(self, end: int, rows: int) -> None:
         self._tail = None
@@ -263,7 +244,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         super().advance(rows)
         if rows and self._tail is not None:
             count = len(self._tail)
-            at = torch.arange(self._length - count, self._length, device=self.ring.device) % self.ring_rows
+            at = torch.arange(self.length - count, self.length, device=self.ring.device) % self.ring_rows
             self.ring[at] = self._tail
         self._tail = None
 
@@ -277,7 +258,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
     def _window_positions(self) -> list[tuple[int, int]]:
         """Pairs of window row and position, for positions from 0 on."""
         taps = self.shape.kernel - 1
-        return [(at, self._length - taps + at) for at in range(taps) if self._length - taps + at >= 0]
+        return [(at, self.length - taps + at) for at in range(taps) if self.length - taps + at >= 0]
 
     def keep_tail(self, raw: Tensor) -> None:
         """Remember the raw rows ``[T, C]`` at a prompt's end, to be written when it is committed.
@@ -290,7 +271,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         return self.state.clone(), self.window()
 
     def _become(self, length: int, state: tuple[Tensor, Tensor] | None) -> None:
-        self._pending, self._length = None, length
+        self._pending, self.length = None, length
         if state is None:
             self.state.zero_()
         else:
