@@ -179,16 +179,16 @@ def fuse(weights: Sequence[Weight]) -> bool:
     return True
 
 
-def runs(weights: Sequence[Weight]) -> list[int]:
-    """Lengths of the runs of weights that are contiguous in memory; they add up to ``len(weights)``."""
-    lengths = [1]
+def runs(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """The weights in groups that are contiguous in memory."""
+    groups = [[weights[0]]]
     for before, weight in zip(weights, weights[1:], strict=False):
         joined = before.fused and weight.fused and _format(before) == _format(weight)
         if joined and all(_ends(a) == b.data_ptr() for a, b in zip(parts(before), parts(weight), strict=True)):
-            lengths[-1] += 1
+            groups[-1].append(weight)
         else:
-            lengths.append(1)
-    return lengths
+            groups.append([weight])
+    return groups
 
 
 def joined(run: Sequence[Weight]) -> Tensor:
