@@ -355,12 +355,12 @@ class CudaOps(Ops):
 
         if base is None:
             return CudaHeadRows.of(gather, tokens, weight.shape[0])
-        return _own(base).extended(gather, tokens)
+        own: CudaHeadRows = base
+        return own.extended(gather, tokens)
 
     def pruned_head(self, x: Any, rows: Any) -> Logits:
         x = materialised(x)
-        own = _own(rows)
-        return CudaPrunedLogits(len(x), lambda: products.logits(x, own.parts), own)
+        return CudaPrunedLogits(len(x), lambda: products.logits(x, rows.parts), rows)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -380,9 +380,3 @@ def _in_place(x: Any, cache: Any) -> bool:
     if isinstance(x.position, DeviceLength):
         return x.position.row is cache.row
     return not isinstance(cache.length, DeviceLength) and int(x.position) == int(cache.length)
-
-
-def _own(rows: Any) -> CudaHeadRows:
-    if not isinstance(rows, CudaHeadRows):
-        raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
-    return rows

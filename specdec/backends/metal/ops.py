@@ -29,7 +29,6 @@ from specdec.backends.passes import Body
 from specdec.backends.placeholders import DeviceTokens
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
-from specdec.errors import ContractError
 
 Mode = Literal["exact", "fast"]
 MAX_ROWS = 16  # rows of the longest pass that is not a prompt, unless a kernel of ours sets a lower limit
@@ -349,10 +348,12 @@ class MetalOps(Ops):
     def head_rows(self, weight: Matrix, tokens: Sequence[int], base: Any = None) -> MetalHeadRows:
         if base is None:
             return MetalHeadRows.of(weight, tokens)
-        return _own(base).extended(weight, tokens)
+        own: MetalHeadRows = base
+        return own.extended(weight, tokens)
 
     def pruned_head(self, x: mx.array, rows: Any) -> MetalLogits:
-        return _own(rows).spread(self._pruned_product(x, _own(rows)))
+        own: MetalHeadRows = rows
+        return own.spread(self._pruned_product(x, own))
 
     def _pruned_product(self, x: mx.array, rows: MetalHeadRows) -> mx.array:
         return mx.concatenate([self._float32_product(x, part) for part in rows.parts], axis=1)
@@ -365,12 +366,6 @@ class MetalOps(Ops):
         if isinstance(head, MetalHeadRows):
             return lowest_best(self._pruned_product(x, head), head.device_ids)
         return lowest_best(self._float32_product(x, head), mx.arange(head.shape[0]))
-
-
-def _own(rows: Any) -> MetalHeadRows:
-    if not isinstance(rows, MetalHeadRows):
-        raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
-    return rows
 
 
 def _silu(x: mx.array) -> mx.array:
