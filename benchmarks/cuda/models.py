@@ -23,7 +23,7 @@ from specdec.backends.cuda.arrays import CudaHidden, materialised
 from specdec.backends.cuda.caches import CapturedCache
 from specdec.backends.cuda.kernels.commit import commit_rows
 from specdec.backends.cuda.ops import CudaOps
-from specdec.backends.cuda.passes import DeviceTokens
+from specdec.backends.placeholders import DeviceTokens
 from specdec.contract import Needs, State
 from specdec.measuring.runs import generate
 from specdec.models.causal_lm import PrunedHead, _run_mtp
@@ -115,7 +115,7 @@ def draft_body(model: Model, state: Any, pruned: PrunedHead | None, rows: int = 
 
 def commit_body(model: Model, state: Any) -> Callable[[], object]:
     """The commit of all caches, on a copy of the tables."""
-    kinds = torch.tensor([int(cache.kind) for cache in state.caches], dtype=torch.int32, device=model.lab.place)
+    kinds = torch.tensor([cache.kind for cache in state.caches], dtype=torch.int32, device=model.lab.place)
     table = torch.stack([cache.row for cache in state.caches])
     return lambda: commit_rows(table, kinds, 0)
 

@@ -32,7 +32,7 @@ Body = Callable[[], object]
 
 
 class Replayable(Protocol):
-    """What ``Device.capture`` gives."""
+    """What ``CudaDevice.capture`` gives."""
 
     def replay(self) -> None:
         """Launch it again."""

@@ -53,6 +53,17 @@ def not_finite(row: int, detail: str = "") -> ContractError:
     )
 
 
+def read_tokens(best: Array) -> list[int]:
+    """Read the best token of each row, integers ``[T]`` on a device, and wait for them.
+
+    Raises: ContractError if one is -1, which stands for logits that are not finite.
+    """
+    tokens: list[int] = best.tolist()
+    if -1 in tokens:
+        raise not_finite(tokens.index(-1))
+    return tokens
+
+
 class HostLogits(Logits):
     """Logits ``[T, V]`` float32, searched in numpy."""
 

@@ -100,14 +100,14 @@ class MarkedCache(Cache):
     def mark(self) -> None:
         if self._marks and self._marks[-1][0] == self.length:
             return
-        marks = [*self._marks, (int(self.length), self._copied())]
+        marks = [*self._marks, (self.length, self._copied())]
         if len(marks) > MARKS:  # the last two end a prompt; of the others, the one least behind another goes
             lengths = [0, *(length for length, _ in marks)]
             del marks[min(range(MARKS - 1), key=lambda at: lengths[at + 1] - lengths[at])]
         self._marks = marks
 
     def marks(self) -> list[int]:
-        return [0, *(length for length, _ in self._marks), int(self.length)]
+        return [0, *(length for length, _ in self._marks), self.length]
 
     def truncate(self, length: int) -> bool:
         if length == self.length:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from specdec.backends.caches import Array, Batched, Cache, HeadRows
 from specdec.contract import Choosing
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
@@ -52,6 +52,14 @@ class Pass(abc.ABC):
         unsupported for these arguments. Raises: ContractError for logits that are not finite.
         """
         return None
+
+
+def fitting(hidden: Array | None, shape: tuple[int, int], dtype: Any) -> Array:
+    """Return the hidden states of a pass. Raises: ShapeError if they have another shape or dtype, or for None."""
+    if hidden is None or hidden.shape != shape or hidden.dtype is not dtype:
+        got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
+        raise ShapeError("a pass got hidden states that do not fit", got=got, takes=f"{list(shape)} {dtype}")
+    return hidden
 
 
 class Passes(Protocol):

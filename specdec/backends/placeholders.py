@@ -43,3 +43,11 @@ class PlaceholderTokens(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         raise self.error("token ids are read outside embed: the host does not know them")
+
+
+class DeviceTokens(PlaceholderTokens):
+    """Token ids on a device; the host knows only their number."""
+
+    def __init__(self, ids: Any) -> None:
+        super().__init__(int(ids.shape[0]))
+        self.ids = ids  # [T] int32

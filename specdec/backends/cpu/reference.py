@@ -25,7 +25,6 @@ from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.ops import Array, Capabilities, Clamp, DeltaShape, Ops, Rope, Routing
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
-from specdec.errors import ContractError
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
@@ -331,14 +330,11 @@ class ReferenceOps(Ops):
         if base is None:
             ids = np.unique(np.array(tokens, dtype=np.int32))
             return HeadRows((self.embed(weight, ids.tolist()),), ids, weight.shape[0])
-        if not isinstance(base, HeadRows):
-            raise ContractError(f"rows of a head of another backend: {type(base).__name__}")
-        missing = base.missing(tokens)
-        return base.extended(missing, self.embed(weight, missing)) if missing else base
+        own: HeadRows = base
+        missing = own.missing(tokens)
+        return own.extended(missing, self.embed(weight, missing)) if missing else own
 
     def pruned_head(self, x: Tensor, rows: Any) -> PrunedLogits:
-        if not isinstance(rows, HeadRows):
-            raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
         values = [self.head(x, part).rows() for part in rows.parts]
         return self._pruned_logits(values[0] if len(values) == 1 else np.concatenate(values, axis=1), rows)
 

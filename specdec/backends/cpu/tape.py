@@ -37,10 +37,10 @@ from specdec.backends.caches import Batched
 from specdec.backends.cpu.arrays import CPU
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.pruned import GREEDY, HeadRows
-from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes
+from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes, fitting
 from specdec.backends.placeholders import PlaceholderInteger, PlaceholderTokens
 from specdec.contract import Choosing
-from specdec.errors import ContractError, ShapeError
+from specdec.errors import ContractError
 
 if TYPE_CHECKING:
     from specdec.backends.cpu.library import Kernels
@@ -804,11 +804,8 @@ class RecordedPass(Pass):
             cache.advance(rows)
 
     def _checked(self, hidden: Array | None, rows: int) -> Tensor:
-        size, dtype = self._passes.hidden_size, self._ops.dtype
-        if hidden is None or hidden.shape != (rows, size) or hidden.dtype is not dtype:
-            got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
-            raise ShapeError("a pass got hidden states that do not fit", got=got, takes=f"{[rows, size]} {dtype}")
-        checked: Tensor = hidden.contiguous()  # rows of a pass already are
+        shape = rows, self._passes.hidden_size
+        checked: Tensor = fitting(hidden, shape, self._ops.dtype).contiguous()  # rows of a pass already are
         return checked
 
     def _play(self, program: Program, slots: Any) -> int:

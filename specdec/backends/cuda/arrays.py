@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.backends.arrays import ArrayHidden, not_finite
+from specdec.backends.arrays import ArrayHidden, read_tokens
 from specdec.backends.cpu.pruned import PrunedLogits
 from specdec.backends.cuda import choosing
 from specdec.contract import Choosing, Logits
@@ -63,11 +63,10 @@ class _DeviceLogits(Logits):
 
     @functools.cached_property
     def _best(self) -> list[int]:
-        best: list[int] = choosing.best(self.array, self._ids).tolist()
-        return best
+        return read_tokens(choosing.best(self.array, self._ids))
 
     def argmax(self) -> list[int]:
-        return checked(self._best)
+        return list(self._best)
 
     def logsumexp(self) -> list[float]:
         sums: list[float] = torch.logsumexp(self.array, 1).tolist()
@@ -81,14 +80,6 @@ class _DeviceLogits(Logits):
         position = len(request.context) + request.first
         tokens = choosing.sample(self.array, sampling, position, self._ids).tolist()
         return [None if token < 0 else token for token in tokens]
-
-
-def checked(tokens: Sequence[int]) -> list[int]:
-    """Return ``tokens``, the best of each row. Raises: ContractError if one is -1."""
-    for row, token in enumerate(tokens):
-        if token < 0:
-            raise not_finite(row)
-    return list(tokens)
 
 
 class CudaLogits(_DeviceLogits):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec.backends import Backend, eager_reason
-from specdec.backends.cuda.device import Device, open_device
+from specdec.backends.cuda.device import CudaDevice, open_device
 from specdec.errors import UnsupportedError
 
 try:
@@ -26,7 +26,7 @@ class CudaBackend(Backend):
     name = "cuda"
     dtypes = ("bfloat16", "float32")
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: CudaDevice | None = None) -> None:
         self._device = open_device() if device is None else device
         self.device = self._device.name
         announce_compilation()

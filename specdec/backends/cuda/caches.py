@@ -8,7 +8,6 @@ Memory grows in stages up to the capacity. Growing changes addresses but not gra
 from __future__ import annotations
 
 import abc
-import enum
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.cuda.arrays import Convolved
-from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.device import CudaDevice
+from specdec.backends.cuda.kernels.commit import ROWS, STATES
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import rows_for
 from specdec.backends.ops import DeltaShape
@@ -29,43 +29,17 @@ FIRST_SLOTS = 6  # states of a new delta cache, for passes of up to 5 rows; long
 MORE_ROOM = "target.capacity below that, which ends sessions earlier; fewer open sessions; a quantised checkpoint"
 
 
-class Kind(enum.IntEnum):
-    """How a commit changes a row of the table."""
-
-    ROWS = 0  # LENGTH += kept
-    STATES = 1  # LENGTH += kept, and SLOT moves on by as many states
-
-
-class Position(int):
-    """A cache's committed length with its table row, from which kernels read it."""
-
-    row: Tensor
-
-    def __new__(cls, length: int, row: Tensor) -> Position:
-        made = super().__new__(cls, length)
-        made.row = row
-        return made
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
-
-
 class DeviceCache(Cache):
     """The base of the caches: the table row, its mirror, and memory growth."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[int]  # how a commit changes the row of the table: ``kernels.commit.ROWS`` or ``STATES``
 
-    def __init__(self, device: Device, capacity: int) -> None:
+    def __init__(self, device: CudaDevice, capacity: int) -> None:
         self.device = device
         self.capacity = capacity
         self.row = torch.empty(COLUMNS, dtype=torch.int64, device=device.place)
-        self._length = 0
+        self.length = 0
         self._pending: int | None = None  # rows of the uncommitted pass
-
-    @property
-    def length(self) -> int:  # type: ignore[override]  # read-only here
-        """Committed rows."""
-        return Position(self._length, self.row)
 
     @property
     @abc.abstractmethod
@@ -86,7 +60,7 @@ class DeviceCache(Cache):
 
     def reserve(self, rows: int) -> None:
         """Make room for a pass of ``rows`` rows. Raises: StateError above the capacity, OutOfMemory."""
-        self.make_room(self._length + rows, rows)
+        self.make_room(self.length + rows, rows)
         self._pending = rows
 
     @abc.abstractmethod
@@ -105,7 +79,7 @@ class DeviceCache(Cache):
 
     def advance(self, rows: int) -> None:
         """Count ``rows`` rows that the table's row already includes."""
-        self._length += rows
+        self.length += rows
         self._pending = None
 
     def advances_alone(self) -> bool:
@@ -116,12 +90,12 @@ class DeviceCache(Cache):
 class CudaKVCache(DeviceCache):
     """Keys and values ``[bound, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional."""
 
-    kind = Kind.ROWS
+    kind = ROWS
     attributes: ClassVar[dict[str, str]] = {"keys": "keys", "values": "values"}  # of the arrays, by their saved names
     keys: Tensor
     values: Tensor
 
-    def __init__(self, device: Device, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, device: CudaDevice, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity)
         self.kv_heads, self.head_dim = kv_heads, head_dim
         vars(self).update(self._allocated(rows_for(0, 0, capacity), dtype))
@@ -143,7 +117,7 @@ class CudaKVCache(DeviceCache):
 
     def entries(self) -> list[int]:
         first, second = ([*(array.data_ptr() for array in self._arrays.values()), 0])[:2]
-        return [self._length, first, second, self.bound, 0, 0, 0, 0]
+        return [self.length, first, second, self.bound, 0, 0, 0, 0]
 
     def make_room(self, end: int, rows: int) -> None:
         if end > self.capacity:
@@ -157,19 +131,19 @@ class CudaKVCache(DeviceCache):
             self.write()
 
     def truncate(self, length: int) -> bool:
-        self._length, self._pending = length, None
+        self.length, self._pending = length, None
         self.write()
         return True
 
     def save(self) -> dict[str, Tensor]:
-        return {name: array[: self._length].clone() for name, array in self._arrays.items()}
+        return {name: array[: self.length].clone() for name, array in self._arrays.items()}
 
     def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
-        self._length, self._pending = 0, None
+        self.length, self._pending = 0, None
         self.make_room(length, 0)
         for name, array in self._arrays.items():
             array[:length] = arrays[name]
-        self._length = length
+        self.length = length
         self.write()
 
     def nbytes(self) -> int:
@@ -181,7 +155,7 @@ class CudaLatentCache(CudaKVCache):
 
     attributes: ClassVar[dict[str, str]] = {"rows": "keys"}
 
-    def __init__(self, device: Device, capacity: int, dims: int, dtype: torch.dtype) -> None:
+    def __init__(self, device: CudaDevice, capacity: int, dims: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity, 1, dims, dtype)
 
 
@@ -193,9 +167,9 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
     committed whole.
     """
 
-    kind = Kind.STATES
+    kind = STATES
 
-    def __init__(self, device: Device, shape: DeltaShape, dtype: torch.dtype) -> None:
+    def __init__(self, device: CudaDevice, shape: DeltaShape, dtype: torch.dtype) -> None:
         MarkedCache.__init__(self)
         DeviceCache.__init__(self, device, 2**62)  # a state has no length
         self.shape = shape
@@ -234,7 +208,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
 
     def entries(self) -> list[int]:
         addresses = [self.states.data_ptr(), self.ring.data_ptr()]
-        return [self._length, *addresses, self.slots, self._slot, self.ring_rows, 0, 0]
+        return [self.length, *addresses, self.slots, self._slot, self.ring_rows, 0, 0]
 
     def make_room(self, end: int, rows: int) -> None:
         self._tail = None
@@ -270,7 +244,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         super().advance(rows)
         if rows and self._tail is not None:
             count = len(self._tail)
-            at = torch.arange(self._length - count, self._length, device=self.ring.device) % self.ring_rows
+            at = torch.arange(self.length - count, self.length, device=self.ring.device) % self.ring_rows
             self.ring[at] = self._tail
         self._tail = None
 
@@ -284,7 +258,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
     def _window_positions(self) -> list[tuple[int, int]]:
         """Pairs of window row and position, for positions from 0 on."""
         taps = self.shape.kernel - 1
-        return [(at, self._length - taps + at) for at in range(taps) if self._length - taps + at >= 0]
+        return [(at, self.length - taps + at) for at in range(taps) if self.length - taps + at >= 0]
 
     def keep_tail(self, raw: Tensor) -> None:
         """Remember the raw rows ``[T, C]`` at a prompt's end, to be written when it is committed.
@@ -297,7 +271,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         return self.state.clone(), self.window()
 
     def _become(self, length: int, state: tuple[Tensor, Tensor] | None) -> None:
-        self._pending, self._length = None, length
+        self._pending, self.length = None, length
         if state is None:
             self.state.zero_()
         else:
@@ -340,7 +314,6 @@ class CapturedCache:
     """Stand-in for a cache of any sequence: the common properties, and a row of the static table."""
 
     def __init__(self, cache: Any, row: Tensor, bound: int) -> None:
-        self.kind = cache.kind
         self.row = row
         self.bound = bound  # at least the bound of every sequence that replays
         self.length = DeviceLength(row)

@@ -1,4 +1,4 @@
-"""The CUDA device and its graphs, with a protocol so that tests can provide their own device.
+"""The CUDA device and its graphs.
 
 This module does not import triton, and its checks create a CUDA context only if there is a device.
 """
@@ -11,7 +11,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,46 +22,13 @@ from specdec.errors import UnsupportedError
 CAPABILITY = (8, 0)  # Ampere: bfloat16 tensor cores and asynchronous copies
 
 
-class Graph(Protocol):
-    """Captured launches, over fixed buffers."""
-
-    def replay(self) -> None:
-        """Launch them again, after all earlier launches."""
-
-
-class Device(Protocol):
-    """The device interface that the ops use.
+class CudaDevice:
+    """The current CUDA device. Graphs share one memory pool, since only one of them runs at a time.
 
     Attributes:
         place: the torch device.
         name: a readable name.
     """
-
-    place: torch.device
-    name: str
-
-    def capture(self, body: Callable[[], None]) -> Graph:
-        """Capture the launches of ``body`` as a graph.
-
-        ``body`` first runs once for real, so that every kernel is compiled and every workspace exists. During capture
-        it must do nothing that a replay cannot repeat: no reads by the host, no other buffers.
-        """
-
-    def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Copy integers to the device, into ``out`` if given, without waiting for the device."""
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
-
-    def guarded(self, what: str, nbytes: int | None, setting: str) -> contextlib.AbstractContextManager[None]:
-        """A context for allocations of ``nbytes`` in total.
-
-        Raises: OutOfMemory if they fail, naming ``what`` and suggesting ``setting``.
-        """
-
-
-class CudaDevice:
-    """The current CUDA device. Graphs share one memory pool, since only one of them runs at a time."""
 
     _capturing = threading.RLock()  # torch captures one graph at a time in a process
 
@@ -72,9 +39,14 @@ class CudaDevice:
         self.name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}, CUDA {torch.version.cuda})"
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._anchor: tuple[Tensor, Graph] | None = None
+        self._anchor: tuple[Tensor, torch.cuda.CUDAGraph] | None = None
 
-    def capture(self, body: Callable[[], None]) -> Graph:
+    def capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture the launches of ``body`` as a graph, whose replays launch them again after all earlier launches.
+
+        ``body`` first runs once for real, so that every kernel is compiled and every workspace exists. During capture
+        it must do nothing that a replay cannot repeat: no reads by the host, no other buffers.
+        """
         with self._capturing, torch.cuda.device(self.place):
             if self._anchor is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -87,7 +59,7 @@ class CudaDevice:
             body()
             return self._captured(body)
 
-    def _captured(self, body: Callable[[], object]) -> Graph:
+    def _captured(self, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # other threads may allocate while this one captures
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -95,6 +67,7 @@ class CudaDevice:
         return graph
 
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Copy integers to the device, into ``out`` if given, without waiting for the device."""
         # the allocator of pinned memory keeps a block until the copy from it is done
         host = torch.tensor(values, dtype=dtype).pin_memory()
         if out is None:
@@ -102,12 +75,17 @@ class CudaDevice:
         return out.copy_(host, non_blocking=True)
 
     def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
         free, total = torch.cuda.mem_get_info(self.place)
         held = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
         return free + held, total
 
     @contextlib.contextmanager
     def guarded(self, what: str, nbytes: int | None, setting: str) -> Iterator[None]:
+        """A context for allocations of ``nbytes`` in total.
+
+        Raises: OutOfMemory if they fail, naming ``what`` and suggesting ``setting``.
+        """
         try:
             yield
         except torch.cuda.OutOfMemoryError as error:

@@ -29,17 +29,7 @@ def out_of_memory(what: str, nbytes: int | None, free: int, total: int, setting:
     """Return the error for a failed allocation of ``nbytes`` (None: unknown)."""
     return OutOfMemory(
         f"the CUDA device has no room for {what}",
-        asked_for=None if nbytes is None else size(nbytes),
-        free=f"{size(free)} of {size(total)}",
+        asked_for=None if nbytes is None else f"{nbytes / 1e6:.1f} MB",
+        free=f"{free / 1e6:.1f} of {total / 1e6:.1f} MB",
         try_=setting,
     )
-
-
-def size(nbytes: int) -> str:
-    """Format bytes readably, such as ``1.5 GiB``."""
-    value = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")

@@ -24,16 +24,17 @@ from specdec.backends.cuda.arrays import (
     materialised,
 )
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, DeviceLength
-from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.device import CudaDevice
 from specdec.backends.cuda.kernels import attention, delta, delta_chunked, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
 from specdec.backends.cuda.kernels.packed import Layout
 from specdec.backends.cuda.kernels.route import choose
-from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
+from specdec.backends.cuda.passes import CudaPasses
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body
+from specdec.backends.placeholders import DeviceTokens
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 from specdec.contract import Logits, Parity
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
@@ -52,7 +53,7 @@ class CudaOps(Ops):
     hidden_type = CudaHidden
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
+        self, device: CudaDevice, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -354,12 +355,12 @@ class CudaOps(Ops):
 
         if base is None:
             return CudaHeadRows.of(gather, tokens, weight.shape[0])
-        return _own(base).extended(gather, tokens)
+        own: CudaHeadRows = base
+        return own.extended(gather, tokens)
 
     def pruned_head(self, x: Any, rows: Any) -> Logits:
         x = materialised(x)
-        own = _own(rows)
-        return CudaPrunedLogits(len(x), lambda: products.logits(x, own.parts), own)
+        return CudaPrunedLogits(len(x), lambda: products.logits(x, rows.parts), rows)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -379,9 +380,3 @@ def _in_place(x: Any, cache: Any) -> bool:
     if isinstance(x.position, DeviceLength):
         return x.position.row is cache.row
     return not isinstance(cache.length, DeviceLength) and int(x.position) == int(cache.length)
-
-
-def _own(rows: Any) -> CudaHeadRows:
-    if not isinstance(rows, CudaHeadRows):
-        raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
-    return rows

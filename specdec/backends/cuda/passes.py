@@ -20,18 +20,19 @@ import attrs
 import torch
 from torch import Tensor
 
+from specdec.backends.arrays import not_finite
 from specdec.backends.cuda import choosing, products
-from specdec.backends.cuda.arrays import CudaHeadRows, checked, materialised
-from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
-from specdec.backends.cuda.device import Device, Graph
-from specdec.backends.cuda.kernels.commit import commit_rows
+from specdec.backends.cuda.arrays import CudaHeadRows, materialised
+from specdec.backends.cuda.caches import CapturedCache, DeviceCache, write_rows
+from specdec.backends.cuda.device import CudaDevice
+from specdec.backends.cuda.kernels.commit import STATES, commit_rows
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.cuda.weights import DenseWeight, Weight
-from specdec.backends.passes import Body, Pass
-from specdec.backends.placeholders import PlaceholderTokens
+from specdec.backends.passes import Body, Pass, fitting
+from specdec.backends.placeholders import DeviceTokens
 from specdec.contract import Choosing
-from specdec.errors import ShapeError, SpecdecError, UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.backends.ops import Array, Cache
@@ -40,19 +41,11 @@ _ADDED_ROWS = (256, 1024, 4096)  # allowed numbers of rows added to a pruned hea
 _HEADS = 4  # heads whose captured drafts are kept
 
 
-class DeviceTokens(PlaceholderTokens):
-    """Token ids on the device; the host knows only their number and address."""
-
-    def __init__(self, ids: Tensor) -> None:
-        super().__init__(len(ids))
-        self.ids = ids  # [T] int32
-
-
 @attrs.frozen(eq=False)
 class _Captured:
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     out: Tensor  # [T, H], overwritten by every replay
-    body: Callable[[], Tensor]  # keeps alive the memory that the graph uses by address
+    body: object  # keeps alive the memory that the graph uses by address
 
 
 class _Drafts:
@@ -107,7 +100,7 @@ class CudaPasses:
     """One kind of pass, for any sequence."""
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, body: Body, caches: int, hidden_size: int, eager_reason: str = ""
+        self, device: CudaDevice, dtype: torch.dtype, body: Body, caches: int, hidden_size: int, eager_reason: str = ""
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -120,7 +113,7 @@ class CudaPasses:
         self._ids = torch.zeros(rows, dtype=torch.int32, device=place)
         self._hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=place)
         self._fed = torch.zeros(1, hidden_size, dtype=dtype, device=place)  # the row that a draft continues from
-        self._drafted = torch.zeros(rows, dtype=torch.int32, device=place)
+        self.drafted = torch.zeros(rows, dtype=torch.int32, device=place)  # -1 where no logit is finite
         self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
         self._drafts: dict[tuple[int, int], _Drafts] = {}  # by head and room for added rows, the last used one last
 
@@ -135,7 +128,9 @@ class CudaPasses:
         if hidden is not None:
             self._hidden[:rows].copy_(hidden)
 
-    def draft(self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int) -> Iterator[Graph]:
+    def draft(
+        self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int
+    ) -> Iterator[torch.cuda.CUDAGraph]:
         """The graphs of a greedy draft, each to be replayed before the next one: a capture runs it for real."""
         base = head.parts[0] if isinstance(head, CudaHeadRows) else head
         drafts = self._drafts.pop((id(base), room), None) or _Drafts(head, room)
@@ -148,14 +143,10 @@ class CudaPasses:
             yield self.rest(depth - 1, of.caches, of.kinds, drafts).graph
 
     def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
-        """Check the shape and dtype of hidden states. Raises: ShapeError."""
+        """The hidden states that the body takes, if any. Raises: ShapeError for other shapes and dtypes."""
         if not self.hidden_size:
             return None
-        if hidden is None or hidden.shape != (rows, self.hidden_size) or hidden.dtype is not self.dtype:
-            got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
-            takes = f"{[rows, self.hidden_size]} {self.dtype}"
-            raise ShapeError("a pass got hidden states that do not fit", got=got, takes=takes)
-        found: Tensor = materialised(hidden)
+        found: Tensor = materialised(fitting(hidden, (rows, self.hidden_size), self.dtype))
         return found
 
     # --- capturing -------------------------------------------------------------------------------------------------
@@ -164,70 +155,64 @@ class CudaPasses:
     # the sequence's caches that the replay writes again; the static table is put back.
 
     def captured(self, rows: int, caches: Sequence[DeviceCache]) -> _Captured:
-        """Capture a pass of ``rows`` rows."""
-        key = rows, _bound(caches)
-        if key not in self.graphs:
-            stand_ins = self._stand_ins(caches, key[1])
-            self.graphs[key] = self._capture(
-                f"a pass of {rows} rows", lambda: self.launched(stand_ins, self._ids[:rows], self._given(rows))
-            )
-        return self.graphs[key]
+        """The graph of a pass of ``rows`` rows."""
+
+        def run(stand_ins: Sequence[CapturedCache]) -> Tensor:
+            return self.launched(stand_ins, self._ids[:rows], self._given(rows))
+
+        return self._capture(self.graphs, rows, caches, f"a pass of {rows} rows", run)
 
     def first(self, rows: int, caches: Sequence[DeviceCache], kinds: Tensor, drafts: _Drafts) -> _Captured:
-        """Capture a draft's first pass: its last row goes to ``_fed``, its token to ``_drafted[0]``."""
-        key = rows, _bound(caches)
-        if key not in drafts.firsts:
-            stand_ins = self._stand_ins(caches, key[1])
+        """The graph of a draft's first pass: its last row goes to ``_fed``, its token to ``drafted[0]``."""
 
-            def run() -> Tensor:
-                x = self.launched(stand_ins, self._ids[:rows], self._given(rows))
-                commit_rows(self.current, kinds, rows)
-                self._fed.copy_(x[-1:])
-                self._drafted[:1].copy_(drafts.token(self._fed))
-                return x
+        def run(stand_ins: Sequence[CapturedCache]) -> Tensor:
+            x = self.launched(stand_ins, self._ids[:rows], self._given(rows))
+            commit_rows(self.current, kinds, rows)
+            self._fed.copy_(x[-1:])
+            self.drafted[:1].copy_(drafts.token(self._fed))
+            return x
 
-            drafts.firsts[key] = self._capture(f"a draft over {rows} rows", run)
-        return drafts.firsts[key]
+        return self._capture(drafts.firsts, rows, caches, f"a draft over {rows} rows", run)
 
     def rest(self, steps: int, caches: Sequence[DeviceCache], kinds: Tensor, drafts: _Drafts) -> _Captured:
-        """Capture a draft's further steps, each over the token before it and that token's hidden state."""
-        key = steps, _bound(caches)
-        if key not in drafts.rests:
-            stand_ins = self._stand_ins(caches, key[1])
+        """The graph of a draft's further steps, each over the token before it and that token's hidden state."""
 
-            def run() -> Tensor:
-                x = self._fed
-                for step in range(1, steps + 1):
-                    x = self.launched(stand_ins, self._drafted[step - 1 : step], x)
-                    commit_rows(self.current, kinds, 1)
-                    self._drafted[step : step + 1].copy_(drafts.token(x))
-                return x
+        def run(stand_ins: Sequence[CapturedCache]) -> Tensor:
+            x = self._fed
+            for step in range(1, steps + 1):
+                x = self.launched(stand_ins, self.drafted[step - 1 : step], x)
+                commit_rows(self.current, kinds, 1)
+                self.drafted[step : step + 1].copy_(drafts.token(x))
+            return x
 
-            drafts.rests[key] = self._capture(f"{steps} steps of a draft", run)
-        return drafts.rests[key]
+        return self._capture(drafts.rests, steps, caches, f"{steps} steps of a draft", run)
 
     def _given(self, rows: int) -> Tensor | None:
         return self._hidden[:rows] if self.hidden_size else None
-
-    def _stand_ins(self, caches: Sequence[DeviceCache], bound: int) -> list[CapturedCache]:
-        return [CapturedCache(cache, row, bound) for cache, row in zip(caches, self.current, strict=True)]
 
     def launched(self, stand_ins: Sequence[CapturedCache], ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Run the body on ids and hidden states on the device, with stand-ins for the caches."""
         return materialised(self.body(stand_ins, DeviceTokens(ids), hidden))
 
-    def drafted(self, count: int) -> list[int]:
-        """Read the first ``count`` tokens of the last draft, -1 where no logit was finite. Waits for the device."""
-        tokens: list[int] = self._drafted[:count].tolist()
-        return tokens
-
-    def _capture(self, what: str, run: Callable[[], Tensor]) -> _Captured:
+    def _capture(
+        self,
+        held: dict[tuple[int, int], _Captured],
+        size: int,
+        caches: Sequence[DeviceCache],
+        what: str,
+        run: Callable[[Sequence[CapturedCache]], Tensor],
+    ) -> _Captured:
+        """The graph in ``held`` of this size and the bound of ``caches``; at first captured from ``run(stand-ins)``."""
+        key = size, _bound(caches)
+        if key in held:
+            return held[key]
+        stand_ins = [CapturedCache(cache, row, key[1]) for cache, row in zip(caches, self.current, strict=True)]
         out: Tensor | None = None
         table = self.current.clone()
 
         def body() -> None:
             nonlocal out
-            out = run()
+            out = run(stand_ins)
 
         device = self.device
         try:
@@ -241,7 +226,8 @@ class CudaPasses:
             ) from error
         assert out is not None
         self.current.copy_(table)
-        return _Captured(graph, out, run)
+        held[key] = _Captured(graph, out, run)
+        return held[key]
 
 
 class CudaPass(Pass):
@@ -262,9 +248,9 @@ class CudaPass(Pass):
         for cache, row in zip(self.caches, self.table, strict=True):
             cache.adopt(row)
         write_rows(self.caches, self.table)
-        kinds = [int(cache.kind) for cache in self.caches]
+        kinds = [cache.kind for cache in self.caches]
         self.kinds = torch.tensor(kinds, dtype=torch.int32, device=place)
-        self._recurrent = Kind.STATES in kinds
+        self._recurrent = STATES in kinds
         self._rows = 0  # the last run's
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
@@ -307,11 +293,11 @@ class CudaPass(Pass):
             passes.load(self.table, tokens, given)
             for graph in passes.draft(rows, depth, self, head, room):
                 graph.replay()
-            found = passes.drafted(depth)
+            found: list[int] = passes.drafted[:depth].tolist()  # waits for the device
         ran = found.index(-1) + 1 if -1 in found else depth  # passes that single steps would have run
         self.commit(rows + ran - 1)
         if -1 in found:
-            checked([-1])  # raises the error of a single step, whose logits have one row
+            raise not_finite(0)  # as a single step, whose logits have one row
         return tuple(found)
 
 

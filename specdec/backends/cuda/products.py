@@ -52,7 +52,7 @@ def project(x: Tensor, weights: Sequence[Weight], biases: Sequence[DenseWeight |
     """
     biases = biases or [None] * len(weights)
     results: list[Tensor] = []
-    for run in _runs(weights):
+    for run in runs(weights):
         added = biases[len(results) : len(results) + len(run)]
         y = _product(x, run, x.dtype)
         for part, bias in zip(torch.split(y, [w.shape[0] for w in run], dim=1), added, strict=True):
@@ -67,7 +67,7 @@ def float32_product(x: Tensor, weight: Weight) -> Tensor:
 
 def swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``, in float32 and rounded once: ``[T, N]`` in x's dtype."""
-    size, products = gate.shape[0], [_product(x, run, torch.float32) for run in _runs([gate, up])]
+    size, products = gate.shape[0], [_product(x, run, torch.float32) for run in runs([gate, up])]
     left, right = (part for product in products for part in torch.split(product, size, dim=1))
     return rows.silu_product(left, right, x.dtype)
 
@@ -82,15 +82,6 @@ def project_heads(x: Tensor, weights: Tensor) -> Tensor:
     """``x[:, h] @ weights[h].T`` for ``x [T, n, I]`` and contiguous ``weights [n, O, I]``: ``[T, n, O]``."""
     y = torch.bmm(padded(x).transpose(0, 1), weights.transpose(1, 2))
     return y[:, : len(x)].transpose(0, 1).contiguous()
-
-
-def _runs(weights: Sequence[Weight]) -> list[Sequence[Weight]]:
-    """The weights in groups that are contiguous in memory."""
-    groups, at = [], 0
-    for count in runs(weights):
-        groups.append(weights[at : at + count])
-        at += count
-    return groups
 
 
 def _product(x: Tensor, run: Sequence[Weight], dtype: torch.dtype) -> Tensor:

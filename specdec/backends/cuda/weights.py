@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import ShapeError
 
 GROUP = 16  # columns that share an NVFP4 scale
 
@@ -23,18 +23,13 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 class _Held:
-    """Where the tensors of a weight are, and their size."""
+    """Where the tensors of a weight are."""
 
     names: ClassVar[tuple[str, ...]]  # of the tensors, codes first
 
     @property
     def device(self) -> torch.device:
         return parts(self)[0].device  # type: ignore[arg-type]
-
-    @property
-    def nbytes(self) -> int:
-        sizes: list[int] = [part.nbytes for part in parts(self)]  # type: ignore[arg-type]
-        return sum(sizes)
 
 
 @attrs.define(eq=False)
@@ -60,7 +55,6 @@ class Fp8BlockWeight(_Held):
 
     ``codes`` uint8 ``[N, K]``, ``scales`` float32 ``[ceil(N / bn), ceil(K / bk)]``. One scale per row is the block
     ``(1, K)``, one per tensor ``(N, K)``. Source of the layout: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
-    Raises: ShapeError when the scales do not cover the codes.
     """
 
     names: ClassVar = ("codes", "scales")
@@ -68,11 +62,6 @@ class Fp8BlockWeight(_Held):
     scales: Tensor = attrs.field(converter=_contiguous)
     block: tuple[int, int]
     fused: bool = attrs.field(default=False, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        rows, columns = self.codes.shape
-        _check("scales", self.scales, (-(-rows // self.block[0]), -(-columns // self.block[1])), torch.float32)
-        _check("codes", self.codes, (rows, columns), torch.uint8)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +80,7 @@ class Nvfp4Weight(_Held):
 
     ``codes`` uint8 ``[N, K / 2]``, ``scales`` uint8 (E4M3, never negative) ``[N, K / 16]``, ``global_scale`` float32
     ``[N]``; a scalar is expanded to all rows, so that weights with different scalars can be fused.
-    ``W = code * scale * global_scale``. Raises: ShapeError if K is not a multiple of 16 or the shapes disagree.
+    ``W = code * scale * global_scale``. Raises: ShapeError if K is not a multiple of 16.
     """
 
     names: ClassVar = ("codes", "scales", "global_scale")
@@ -107,9 +96,6 @@ class Nvfp4Weight(_Held):
         if self.global_scale.numel() == 1:
             self.global_scale = self.global_scale.reshape(1).expand(rows)
         self.global_scale = self.global_scale.contiguous()
-        _check("codes", self.codes, (rows, columns // 2), torch.uint8)
-        _check("scales", self.scales, (rows, columns // GROUP), torch.uint8)
-        _check("global_scale", self.global_scale, (rows,), torch.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -134,20 +120,10 @@ Weight = DenseWeight | Fp8BlockWeight | Nvfp4Weight
 class ExpertStack:
     """Weights of one kind and shape, one per expert, with a table of their addresses on the device.
 
-    Raises: UnsupportedError for mixed kinds or block sizes, ShapeError for different shapes.
+    The memory of every tensor begins at a multiple of 16 bytes.
     """
 
     experts: tuple[Weight, ...] = attrs.field(converter=tuple)
-
-    def __attrs_post_init__(self) -> None:
-        first = self.experts[0]
-        if {type(expert) for expert in self.experts} != {type(first)} or len({_format(e) for e in self.experts}) > 1:
-            raise UnsupportedError(
-                "experts of one stack are stored in different formats", try_="decode them to one format when loading"
-            )
-        shapes = {expert.shape for expert in self.experts}
-        if len(shapes) > 1:
-            raise ShapeError(f"experts of one stack have different shapes: {sorted(shapes)}")
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -163,17 +139,6 @@ class ExpertStack:
     @property
     def device(self) -> torch.device:
         return self.experts[0].device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self.experts)
-
-    @functools.cached_property
-    def aligned(self) -> bool:
-        """Whether dense values and byte codes, including NVFP4's scales, are aligned to 16 bytes."""
-        wide = (part for expert in self.experts for part in parts(expert)[:1])
-        scales = (expert.scales for expert in self.experts if isinstance(expert, Nvfp4Weight))
-        return all(part.data_ptr() % 16 == 0 for part in (*wide, *scales))
 
     @functools.cached_property
     def addresses(self) -> Tensor:
@@ -214,16 +179,16 @@ def fuse(weights: Sequence[Weight]) -> bool:
     return True
 
 
-def runs(weights: Sequence[Weight]) -> list[int]:
-    """Lengths of the runs of weights that are contiguous in memory; they add up to ``len(weights)``."""
-    lengths = [1]
+def runs(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """The weights in groups that are contiguous in memory."""
+    groups = [[weights[0]]]
     for before, weight in zip(weights, weights[1:], strict=False):
         joined = before.fused and weight.fused and _format(before) == _format(weight)
         if joined and all(_ends(a) == b.data_ptr() for a, b in zip(parts(before), parts(weight), strict=True)):
-            lengths[-1] += 1
+            groups[-1].append(weight)
         else:
-            lengths.append(1)
-    return lengths
+            groups.append([weight])
+    return groups
 
 
 def joined(run: Sequence[Weight]) -> Tensor:
@@ -245,8 +210,3 @@ def _format(weight: Weight) -> tuple[object, ...]:
         weight.device,
         weight.block if isinstance(weight, Fp8BlockWeight) else None,
     )
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ShapeError(f"{name} of a weight should be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from specdec.backends.arrays import ArrayHidden, HostLogits, not_finite
+from specdec.backends.arrays import ArrayHidden, HostLogits, read_tokens
 from specdec.backends.metal.quantised import Matrix, joined, take
 
 if TYPE_CHECKING:
@@ -84,14 +84,6 @@ def lowest_best(logits: mx.array, ids: mx.array) -> mx.array:
     winners = mx.where(logits == best, ids, 2**31 - 1).min(axis=-1)
     broken = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(best[:, 0])
     return mx.where(broken, -1, winners).astype(mx.int32)
-
-
-def read_tokens(best: mx.array) -> list[int]:
-    """Wait for the result of ``lowest_best``. Raises: ContractError for logits that are not finite."""
-    tokens: list[int] = best.tolist()
-    if -1 in tokens:
-        raise not_finite(tokens.index(-1))
-    return tokens
 
 
 class MetalHeadRows:

@@ -1,4 +1,4 @@
-"""Numbers and token ids in device memory.
+"""Numbers in device memory.
 
 A pass runs the same graph for every length: what depends on a length reads it from an int32 array, and shapes depend
 only on the number of rows and the size of the buckets.
@@ -10,8 +10,6 @@ import functools
 
 import mlx.core as mx
 
-from specdec.backends.placeholders import PlaceholderTokens
-
 
 @functools.lru_cache(maxsize=256)
 def number(value: int) -> mx.array:
@@ -19,11 +17,3 @@ def number(value: int) -> mx.array:
     array = mx.array([value], mx.int32)
     mx.eval(array)
     return array
-
-
-class DeviceTokens(PlaceholderTokens):
-    """Token ids on the device; the host knows only their number."""
-
-    def __init__(self, ids: mx.array) -> None:
-        super().__init__(int(ids.shape[0]))
-        self.ids = ids  # [T] int32, all in the vocabulary

@@ -17,7 +17,7 @@ import torch
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, lowest_best, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalRowCache
-from specdec.backends.metal.device import DeviceTokens, number
+from specdec.backends.metal.device import number
 from specdec.backends.metal.kernel_sets import KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import attention, lanes
 from specdec.backends.metal.kernels.delta import DeltaInputs
@@ -26,9 +26,9 @@ from specdec.backends.metal.passes import MetalPasses
 from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatrix, packed, take
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body
+from specdec.backends.placeholders import DeviceTokens
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
-from specdec.errors import ContractError
 
 Mode = Literal["exact", "fast"]
 MAX_ROWS = 16  # rows of the longest pass that is not a prompt, unless a kernel of ours sets a lower limit
@@ -348,10 +348,12 @@ class MetalOps(Ops):
     def head_rows(self, weight: Matrix, tokens: Sequence[int], base: Any = None) -> MetalHeadRows:
         if base is None:
             return MetalHeadRows.of(weight, tokens)
-        return _own(base).extended(weight, tokens)
+        own: MetalHeadRows = base
+        return own.extended(weight, tokens)
 
     def pruned_head(self, x: mx.array, rows: Any) -> MetalLogits:
-        return _own(rows).spread(self._pruned_product(x, _own(rows)))
+        own: MetalHeadRows = rows
+        return own.spread(self._pruned_product(x, own))
 
     def _pruned_product(self, x: mx.array, rows: MetalHeadRows) -> mx.array:
         return mx.concatenate([self._float32_product(x, part) for part in rows.parts], axis=1)
@@ -364,12 +366,6 @@ class MetalOps(Ops):
         if isinstance(head, MetalHeadRows):
             return lowest_best(self._pruned_product(x, head), head.device_ids)
         return lowest_best(self._float32_product(x, head), mx.arange(head.shape[0]))
-
-
-def _own(rows: Any) -> MetalHeadRows:
-    if not isinstance(rows, MetalHeadRows):
-        raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
-    return rows
 
 
 def _silu(x: mx.array) -> mx.array:

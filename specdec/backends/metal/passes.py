@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from specdec.backends.metal.arrays import read_tokens
+from specdec.backends.arrays import read_tokens
 from specdec.backends.metal.caches import MetalDeltaCache
-from specdec.backends.metal.device import DeviceTokens
 from specdec.backends.ops import Array, Cache, HeadRows
 from specdec.backends.passes import Body, EagerPass
+from specdec.backends.placeholders import DeviceTokens
 from specdec.contract import Choosing
 from specdec.errors import UnsupportedError
 

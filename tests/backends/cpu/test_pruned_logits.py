@@ -143,14 +143,3 @@ def test_a_vocabulary_without_a_legal_token_is_told(ops):
     context = Context([1], Sampling(banned=(2, 3)))
     with pytest.raises(ConfigError, match="no token is allowed"):
         draft_token(pruned_logits(ops, row, np.array([2, 3])), [], context)
-
-
-# --- gathered rows ----------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_another_backend_are_refused():
-    ops = ReferenceOps(torch.float32)
-    with pytest.raises(ContractError, match="another backend"):
-        ops.pruned_head(torch.zeros(1, 4), object())
-    with pytest.raises(ContractError, match="another backend"):
-        ops.head_rows(torch.zeros(9, 4), [1], object())

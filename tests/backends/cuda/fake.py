@@ -8,6 +8,7 @@ every replay all memory that was made under capture is poisoned: a value that is
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """See ``specdec.backends.cuda.device.Device``. ``free`` bytes are left of ``total``, whatever is allocated."""
+    """See ``specdec.backends.cuda.device.CudaDevice``. ``free`` bytes are left of ``total``, whatever is allocated."""
 
     def __init__(self, free: int = 2**40, total: int = 2**41) -> None:
         self.place = torch.device("cpu")
@@ -123,7 +124,7 @@ class FakeDevice:
     def capture(self, body: Callable[[], None]) -> FakeGraph:
         body()
         recording = _Recording()
-        with _NoReading(), recording, launching.recording(recording):
+        with _NoReading(), recording, mock.patch.object(launching, "execute", recording.launch):
             body()
         graph = FakeGraph(recording)
         for tensor in recording.made:

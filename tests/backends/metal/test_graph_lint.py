@@ -16,9 +16,9 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal import kernels, passes  # noqa: E402
 from specdec.backends.metal import ops as ops_module  # noqa: E402
-from specdec.backends.metal.device import DeviceTokens  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
+from specdec.backends.placeholders import DeviceTokens  # noqa: E402
 from specdec.contract import Needs  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.metal.kernel_runs import affine  # noqa: E402

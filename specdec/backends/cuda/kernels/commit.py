@@ -3,13 +3,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specdec.backends.cuda.kernels.launch import COLUMNS, LENGTH, SLOT, SLOTS, launch
-from specdec.errors import ShapeError
 
 ROWS, STATES = 0, 1  # kinds of caches: only rows (keys and values, latent rows), or rows and state slots (delta rule)
 
@@ -38,14 +36,8 @@ def commit_rows(table: Tensor, kinds: Tensor, rows: int, *, whole: bool = False)
         table: int64 ``[caches, 8]``, rows of the address table.
         kinds: int32 ``[caches]``: ROWS or STATES.
         whole: the pass was a prompt's, committed whole, which wrote one state: SLOT moves by one.
-
-    Raises: ShapeError.
     """
     caches = table.shape[0]
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != COLUMNS or not table.is_contiguous():
-        raise ShapeError(f"an address table is int64 [caches, {COLUMNS}], got {table.dtype} {tuple(table.shape)}")
-    if kinds.dtype != torch.int32 or kinds.shape != (caches,):
-        raise ShapeError(f"kinds of {caches} caches are int32 [{caches}], got {kinds.dtype} {tuple(kinds.shape)}")
     launch(
         _commit_rows,
         (triton.cdiv(caches, 128),),

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import FIRST, LENGTH, MAX_ROWS, RING, SECOND, SLOT, SLOTS, launch, rounded
+from specdec.backends.cuda.kernels.launch import FIRST, LENGTH, RING, SECOND, SLOT, SLOTS, launch, rounded
 from specdec.backends.ops import DeltaShape
 from specdec.errors import ShapeError, UnsupportedError
 
@@ -247,8 +247,6 @@ def delta_rows(
     Returns: ``[T, Hv, Dv]`` act. Raises: ShapeError, UnsupportedError for more than 4 taps.
     """
     T = qkv.shape[0]
-    if T > MAX_ROWS:
-        raise ShapeError(f"the recurrence takes up to {MAX_ROWS} rows, got {T}")
     _check(qkv, conv_weight, shape.kernel, shape.channels)
     if a.shape != (T, shape.value_heads) or b.shape != a.shape or a.stride(1) != 1 or b.stride(1) != 1:
         raise ShapeError(f"gates of {T} rows and {shape.value_heads} heads, got {tuple(a.shape)}, {tuple(b.shape)}")

@@ -38,7 +38,7 @@ from torch import Tensor
 from specdec.backends.cuda.kernels.delta import prepared
 from specdec.backends.cuda.kernels.launch import FIRST, SLOT, SLOTS, launch
 from specdec.backends.ops import DeltaShape
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 
 CHUNK = 64
 BLOCK_V = 16
@@ -124,14 +124,9 @@ def delta_chunked(
         row: the cache's row of the address table, with at least two slots. LENGTH and SLOT do not change; the pass is
             committed whole (``commit.commit_rows(..., whole=True)``).
 
-    Returns: ``[T, Hv, Dv]`` act. Raises: ShapeError, UnsupportedError for keys of more than 128 values.
+    Returns: ``[T, Hv, Dv]`` act. Raises: UnsupportedError for keys of more than 128 values.
     """
     T = u.shape[0]
-    if T == 0 or u.shape[1] != shape.channels or a.shape != (T, shape.value_heads) or b.shape != a.shape:
-        raise ShapeError(
-            f"the delta rule over u {tuple(u.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)} "
-            f"with {shape.channels} channels and {shape.value_heads} heads"
-        )
     if shape.key_dim > MAX_KEY_DIM:
         raise UnsupportedError(f"the chunked delta rule takes keys of up to {MAX_KEY_DIM} values, got {shape.key_dim}")
     parts = [

@@ -4,10 +4,7 @@
 # Kernels have no annotations except tl.constexpr, since triton's compiler interprets them.
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -70,27 +67,6 @@ def rounded(x, dtype: tl.constexpr):
 # --- launching --------------------------------------------------------------------------------------------------------
 
 
-class Recorder(Protocol):
-    """Receives launches instead of the device, as a graph does during capture."""
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Call ``execute(kernel, grid, args, options)`` now, later or never."""
-
-
-_active = threading.local()
-
-
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Pass the launches of this thread to ``recorder`` inside the context."""
-    before = getattr(_active, "recorder", None)
-    _active.recorder = recorder
-    try:
-        yield
-    finally:
-        _active.recorder = before
-
-
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constexprs: Any
 ) -> None:
@@ -99,18 +75,14 @@ def launch(
     Fused multiply-add is enabled explicitly, because triton's default is about to change and bits must not.
     """
     options = {**constexprs, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    recorder: Recorder | None = getattr(_active, "recorder", None)
-    if recorder is not None:
-        recorder.launch(kernel, grid, args, options)
-    else:
-        execute(kernel, grid, args, options)
+    execute(kernel, grid, args, options)
 
 
 _DEVICE_OPTIONS = frozenset({"num_warps", "num_stages", "enable_fp_fusion"})
 
 
 def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Run one launch with the arguments of ``Recorder.launch``."""
+    """Run a launch now. Tests replace this, to run it later or only compile it."""
     if _INTERPRETING:
         options = {name: value for name, value in options.items() if name not in _DEVICE_OPTIONS}
     kernel[grid](*args, **options)

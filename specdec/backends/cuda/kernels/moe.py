@@ -16,9 +16,9 @@ from torch import Tensor
 from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.kernels.launch import dtype_of, interpreting, launch, rounded
 from specdec.backends.cuda.kernels.norm import strided
-from specdec.backends.cuda.kernels.packed import DENSE, FP8, Layout, Tile, check_rows, silu_product
+from specdec.backends.cuda.kernels.packed import DENSE, FP8, Layout, Tile, silu_product
 from specdec.backends.cuda.weights import ExpertStack
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import ShapeError
 
 
 @triton.jit
@@ -157,10 +157,6 @@ def _experts(x: Tensor, choices: Tensor, first: ExpertStack, second: ExpertStack
     layout = Layout.of(first[0])
     tile = Tile.of(layout, 32)  # narrow for all sizes, since eight experts of 512 columns must fill a device
     n, k = first.shape[1:]
-    if not (first.aligned and (second is None or second.aligned)):
-        raise UnsupportedError(
-            "the memory of an expert does not begin at a multiple of 16 bytes", try_="give every expert its own tensor"
-        )
     x_row, x_slot = (x.stride(0), x.stride(1)) if x.dim() == 3 else (strided(x)[1], 0)
     launch(
         experts_kernel,
@@ -203,23 +199,17 @@ def experts(
 ) -> Tensor:
     """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` in x's dtype.
 
-    ``x`` and ``residual`` are ``[T, H]``, ``ids [T, k]`` int32 and ``weights [T, k]`` float32; a row's experts must all
-    differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared [T, H]`` is an expert's result for
-    every row, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype; the sum runs in
-    float32, slot by slot, then the shared expert, then the residual, and is rounded once.
+    ``x`` and ``residual`` are ``[T, H]`` of up to 16 rows, ``ids [T, k]`` int32 and ``weights [T, k]`` float32; a row's
+    experts must all differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared [T, H]`` is an
+    expert's result for every row, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype;
+    the sum runs in float32, slot by slot, then the shared expert, then the residual, and is rounded once.
 
-    Raises: ShapeError above 16 rows or for experts that do not fit.
+    Raises: ShapeError for experts that do not fit.
     """
     rows, chosen = ids.shape
-    check_rows(rows)
     if x.shape[1] != gates.shape[2] or downs.shape[1:] != (x.shape[1], gates.shape[1]) or ups.shape != gates.shape:
         raise ShapeError(
             f"experts of {list(gates.shape)}, {list(ups.shape)} and {list(downs.shape)} do not fit rows of {x.shape[1]}"
-        )
-    if weights.shape != ids.shape or weights.dtype != torch.float32 or ids.dtype != torch.int32:
-        raise ShapeError(
-            f"ids should be int32 and weights float32 of one shape, got {ids.dtype} {list(ids.shape)} "
-            f"and {weights.dtype} {list(weights.shape)}"
         )
     x, x_stride = strided(x)
     ids, weights = ids.contiguous(), weights.contiguous()

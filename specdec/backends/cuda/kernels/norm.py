@@ -3,6 +3,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,50 +15,28 @@ from specdec.errors import ShapeError
 
 
 def block_of(k: int) -> int:
-    """Columns of x that ``inverse_rms`` reads at once; depends only on K, because it affects the bits."""
+    """Columns of x that a program reads at once; depends only on K, because it affects the bits."""
     return min(4096 if interpreting() else 512, max(16, int(triton.next_power_of_2(k))))
-
-
-@triton.jit
-def inverse_rms(x_ptr, stride, rows, T, K, eps, BLOCK: tl.constexpr):
-    """``rsqrt(mean(x^2) + eps)`` of the rows ``rows [16]`` of x that are below T: float32 ``[16]``."""
-    total = tl.zeros((16, BLOCK), tl.float32)
-    columns = tl.arange(0, BLOCK)
-    for start in range(0, K, BLOCK):
-        mask = (rows < T)[:, None] & (start + columns < K)[None, :]
-        part = tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + start + columns[None, :], mask=mask, other=0.0)
-        wide = part.to(tl.float32)
-        total += wide * wide
-    return tl.rsqrt(tl.sum(total, 1) / K + eps)
-
-
-@triton.jit
-def normed(part, scale, weight):
-    """``part [16, B]`` times ``scale [16]`` times ``weight [B]``: float32."""
-    return part.to(tl.float32) * scale[:, None] * weight[None, :]
-
-
-@triton.jit
-def gated(part, gate, weight, D, eps):
-    """``rms_norm(part) * silu(gate)`` of one head ``[16, B]``, zeros after its D values: float32."""
-    wide = part.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
-    wide_gate = gate.to(tl.float32)
-    return normed(part, scale, weight) * (wide_gate * tl.sigmoid(wide_gate))
 
 
 @triton.jit(do_not_specialize=["T"])
 def _rms_kernel(x_ptr, stride, T, weight_ptr, eps, out_ptr, K, BLOCK: tl.constexpr, OUT: tl.constexpr):
     rows = tl.program_id(0) * 16 + tl.arange(0, 16)
-    scale = inverse_rms(x_ptr, stride, rows, T, K, eps, BLOCK)
     columns = tl.arange(0, BLOCK)
+    from_ptr = x_ptr + rows[:, None].to(tl.int64) * stride
+    total = tl.zeros((16, BLOCK), tl.float32)
+    for start in range(0, K, BLOCK):
+        mask = (rows < T)[:, None] & (start + columns < K)[None, :]
+        part = tl.load(from_ptr + start + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += part * part
+    scale = tl.rsqrt(tl.sum(total, 1) / K + eps)
     for start in range(0, K, BLOCK):
         inside = start + columns < K
         mask = (rows < T)[:, None] & inside[None, :]
-        part = tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + start + columns[None, :], mask=mask, other=0.0)
+        part = tl.load(from_ptr + start + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + start + columns, mask=inside, other=0.0)
-        at = out_ptr + rows[:, None].to(tl.int64) * K + start + columns[None, :]
-        tl.store(at, rounded(normed(part, scale, weight), OUT), mask=mask)
+        y = part * scale[:, None] * weight[None, :]
+        tl.store(out_ptr + rows[:, None].to(tl.int64) * K + start + columns[None, :], rounded(y, OUT), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -68,10 +48,12 @@ def _gated_kernel(
     columns = tl.program_id(1).to(tl.int64) * D + tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & inside[None, :]
     wide_rows = rows[:, None].to(tl.int64)
-    part = tl.load(x_ptr + wide_rows * x_stride + columns[None, :], mask=mask, other=0.0)
-    gate = tl.load(z_ptr + wide_rows * z_stride + columns[None, :], mask=mask, other=0.0)
+    part = tl.load(x_ptr + wide_rows * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(z_ptr + wide_rows * z_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + tl.arange(0, BLOCK), mask=inside, other=0.0)
-    tl.store(out_ptr + wide_rows * K + columns[None, :], rounded(gated(part, gate, weight, D, eps), OUT), mask=mask)
+    scale = tl.rsqrt(tl.sum(part * part, 1) / D + eps)
+    y = part * scale[:, None] * weight[None, :] * (gate * tl.sigmoid(gate))
+    tl.store(out_ptr + wide_rows * K + columns[None, :], rounded(y, OUT), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,23 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
-    k = x.shape[-1]
-    flat, stride = strided(x.reshape(-1, k))
-    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    launch(
-        _rms_kernel,
-        (-(-len(flat) // MAX_ROWS),),
-        flat,
-        stride,
-        len(flat),
-        weight,
-        eps,
-        out,
-        k,
-        BLOCK=block_of(k),
-        OUT=dtype_of(x.dtype),
-    )
-    return out.view(x.shape)
+    return _by_rows(_rms_kernel, x, weight, eps)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -130,24 +96,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
+    return _by_rows(_layer_kernel, x, weight, bias, eps)
+
+
+def _by_rows(kernel: Any, x: Tensor, *parameters: Any) -> Tensor:
     k = x.shape[-1]
-    flat, stride = strided(x)
+    flat, stride = strided(x.reshape(-1, k))
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    launch(
-        _layer_kernel,
-        (-(-len(flat) // MAX_ROWS),),
-        flat,
-        stride,
-        len(flat),
-        weight,
-        bias,
-        eps,
-        out,
-        k,
-        BLOCK=block_of(k),
-        OUT=dtype_of(x.dtype),
-    )
-    return out
+    grid = (-(-len(flat) // MAX_ROWS),)
+    arguments = flat, stride, len(flat), *parameters, out, k
+    launch(kernel, grid, *arguments, BLOCK=block_of(k), OUT=dtype_of(x.dtype))
+    return out.view(x.shape)
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

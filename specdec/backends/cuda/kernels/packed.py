@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import MAX_ROWS, RAISE, dtype_of, interpreting, launch, raised, rounded
+from specdec.backends.cuda.kernels.launch import RAISE, dtype_of, interpreting, launch, raised, rounded
 from specdec.backends.cuda.kernels.norm import strided
 from specdec.backends.cuda.weights import GROUP, DenseWeight, Fp8BlockWeight, Nvfp4Weight, Weight, parts
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -308,11 +308,7 @@ def product_kernel(
 
 
 def product(x: Tensor, weight: Weight, size: int, dtype: torch.dtype) -> Tensor:
-    """``x [T, K] @ w.T`` of the first ``size`` rows from ``weight``'s memory on: ``[T, size]`` in ``dtype``.
-
-    Raises: ShapeError above 16 rows.
-    """
-    check_rows(len(x))
+    """``x [T, K] @ w.T`` of up to 16 rows and the first ``size`` rows from ``weight``'s memory on: ``[T, size]``."""
     layout, k = Layout.of(weight), weight.shape[1]
     tile = Tile.of(layout, _BLOCK_N)
     x, stride = strided(x)
@@ -336,12 +332,6 @@ def product(x: Tensor, weight: Weight, size: int, dtype: torch.dtype) -> Tensor:
         num_stages=tile.stages,
     )
     return out
-
-
-def check_rows(rows: int) -> None:
-    """Check that the rows fit one tile. Raises: ShapeError."""
-    if not 0 < rows <= MAX_ROWS:
-        raise ShapeError(f"a row-invariant product takes 1 to {MAX_ROWS} rows, got {rows}")
 
 
 @triton.jit

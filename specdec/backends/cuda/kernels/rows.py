@@ -91,22 +91,12 @@ def _gelu(x, stride, out, size, BLOCK: tl.constexpr, OUT: tl.constexpr):
     tl.store(out + t * size + at, rounded(a * gate, OUT), at < size)
 
 
-@triton.jit
-def _scale(x, stride, out, size, factor, BLOCK: tl.constexpr, OUT: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(x + t * stride + at, at < size).to(tl.float32)
-    tl.store(out + t * size + at, rounded(a * factor, OUT), at < size)
-
-
 @triton.jit(do_not_specialize=["first"])
-def _grow(
-    x, stride, out, size, beta, length, first, row, AT_LENGTH: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr
-):
+def _scale(x, stride, out, size, factor, beta, length, first, row, BLOCK: tl.constexpr, OUT: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
-    if AT_LENGTH:
+    if row is not None:
         first = tl.load(row + LENGTH)
-    factor = 1.0 + beta * tl.log(1.0 + ((first + t) // length).to(tl.float32))
+    factor *= 1.0 + beta * tl.log(1.0 + ((first + t) // length).to(tl.float32))
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + t * stride + at, at < size).to(tl.float32)
     tl.store(out + t * size + at, rounded(a * factor, OUT), at < size)
@@ -119,7 +109,7 @@ def gelu(x: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """``x [T, I]``, the last axis dense, times ``factor``: the same shape and dtype, contiguous."""
-    return _mapped(_scale, x, factor)
+    return _mapped(_scale, x, factor, 0.0, 1, *_place(0))  # with a beta of 0, by factor exactly
 
 
 def grow(x: Tensor, beta: float, length: int, first: Tensor | int) -> Tensor:
@@ -127,23 +117,27 @@ def grow(x: Tensor, beta: float, length: int, first: Tensor | int) -> Tensor:
 
     ``first`` as in ``add``. Returns: the same shape and dtype, contiguous.
     """
-    on_device = isinstance(first, Tensor)
-    place = (0, first) if on_device else (first, None)
-    return _mapped(_grow, x, beta, length, *place, AT_LENGTH=on_device)
+    return _mapped(_scale, x, 1.0, beta, length, *_place(first))
 
 
-def _mapped(kernel: Any, x: Tensor, *arguments: Any, **constants: Any) -> Tensor:
+def _place(first: Tensor | int) -> tuple[int, Tensor | None]:
+    """A kernel's arguments ``first`` and ``row``."""
+    return (0, first) if isinstance(first, Tensor) else (first, None)
+
+
+def _mapped(kernel: Any, x: Tensor, *arguments: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Launch a kernel over the rows of ``x [T, I]``: the same shape, in ``dtype`` or else that of ``x``."""
     rows, size = x.shape
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, size, dtype=dtype or x.dtype, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(size))
     stride = x.stride(0) if rows > 1 else size  # that of a single row is arbitrary
     grid = rows, triton.cdiv(size, block)
-    launch(kernel, grid, x, stride, out, size, *arguments, **constants, BLOCK=block, OUT=dtype_of(x.dtype))
+    launch(kernel, grid, x, stride, out, size, *arguments, BLOCK=block, OUT=dtype_of(out.dtype))
     return out
 
 
 @triton.jit
-def _silu_product(gate, gate_row, up, up_row, out, size, BLOCK: tl.constexpr, OUT: tl.constexpr):
+def _silu_product(gate, gate_row, out, size, up, up_row, BLOCK: tl.constexpr, OUT: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(gate + t * gate_row + at, at < size).to(tl.float32)
@@ -153,30 +147,13 @@ def _silu_product(gate, gate_row, up, up_row, out, size, BLOCK: tl.constexpr, OU
 
 def silu_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """``silu(gate) * up`` of two ``[T, I]``, the last axis dense, in float32 and rounded once to ``dtype``."""
-    rows, size = gate.shape
-    out = torch.empty(rows, size, dtype=dtype, device=gate.device)
-    block = min(_BLOCK, triton.next_power_of_2(size))
-    launch(
-        _silu_product,
-        (rows, triton.cdiv(size, block)),
-        gate,
-        gate.stride(0),
-        up,
-        up.stride(0),
-        out,
-        size,
-        BLOCK=block,
-        OUT=dtype_of(dtype),
-    )
-    return out
+    return _mapped(_silu_product, gate, up, up.stride(0), dtype=dtype)
 
 
 @triton.jit(do_not_specialize=["first"])
-def _add(
-    a, a_row, b, b_row, rows, first, row, out, size, AT_LENGTH: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr
-):
+def _add(a, a_row, out, size, b, b_row, rows, first, row, BLOCK: tl.constexpr, OUT: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
-    if AT_LENGTH:
+    if row is not None:
         first = tl.load(row + LENGTH)
     other = tl.minimum(first + t, rows - 1)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -190,24 +167,4 @@ def add(a: Tensor, b: Tensor, first: Tensor | int = 0) -> Tensor:
 
     ``first`` is a number, or a cache's row of the address table, to use its LENGTH. The last axis of both is dense.
     """
-    rows, size = a.shape
-    out = torch.empty(rows, size, dtype=a.dtype, device=a.device)
-    block = min(_BLOCK, triton.next_power_of_2(size))
-    on_device = isinstance(first, Tensor)
-    launch(
-        _add,
-        (rows, triton.cdiv(size, block)),
-        a,
-        a.stride(0),
-        b,
-        b.stride(0),
-        b.shape[0],
-        0 if on_device else first,
-        first if on_device else None,
-        out,
-        size,
-        AT_LENGTH=on_device,
-        BLOCK=block,
-        OUT=dtype_of(a.dtype),
-    )
-    return out
+    return _mapped(_add, a, b, b.stride(0), b.shape[0], *_place(first))
