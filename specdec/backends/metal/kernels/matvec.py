@@ -199,7 +199,9 @@ def matvec(
         executor: runs the kernel; None uses the reference in MLX operations.
     """
     if executor is None:
-        return matvec_reference(x, w, residual, dtype=dtype)
+        wide = x.astype(mx.float32)  # MLX's CPU device would sum in a narrower dtype
+        y = w.wide().product(wide) if isinstance(w, PackedMatrix) else wide @ w.astype(mx.float32).T
+        return (y if residual is None else y + residual.astype(mx.float32)).astype(dtype)
     rows, count = tiles(x.shape[0])
     template: list[tuple[str, Any]] = [("R", rows)]
     kernels, more = MATVEC, []
@@ -207,13 +209,6 @@ def matvec(
         kernels, more = MATVEC_ADD, [residual]
         template.append(("SHARED", residual.ndim == 1))
     return _launched(executor, kernels, x, w, more, template, count, (x.shape[0], w.shape[0]), dtype)
-
-
-def matvec_reference(x: mx.array, w: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
-    """``matvec`` in MLX operations, in float32, since MLX's CPU device would sum in a narrower dtype."""
-    wide = x.astype(mx.float32)
-    y = w.wide().product(wide) if isinstance(w, PackedMatrix) else wide @ w.astype(mx.float32).T
-    return (y if residual is None else y + residual.astype(mx.float32)).astype(dtype)
 
 
 def expert_matvec(
@@ -229,18 +224,13 @@ def expert_matvec(
         executor: runs the kernel; None uses the reference in MLX operations.
     """
     if executor is None:
-        return expert_matvec_reference(x, w, ids, dtype=dtype)
+        each = x.astype(mx.float32)[:, :, None]  # [T, k or 1, 1, K]; MLX's CPU device has all of this in float32 only
+        if isinstance(w, PackedMatrix):
+            y = w.wide().product(each, ids)
+        else:
+            y = mx.gather_mm(each, w.astype(mx.float32).swapaxes(-1, -2), rhs_indices=ids)
+        return y[:, :, 0].astype(dtype)
     return _launched(executor, EXPERT_MATVEC, x, w, [ids], [("R", 1)], ids.size, (*ids.shape, w.shape[1]), dtype)
-
-
-def expert_matvec_reference(x: mx.array, w: Matrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
-    """``expert_matvec`` in MLX operations, in float32, the only dtype for which MLX's CPU device has them all."""
-    each = x.astype(mx.float32)[:, :, None]  # [T, k or 1, 1, K]
-    if isinstance(w, PackedMatrix):
-        y = w.wide().product(each, ids)
-    else:
-        y = mx.gather_mm(each, w.astype(mx.float32).swapaxes(-1, -2), rhs_indices=ids)
-    return y[:, :, 0].astype(dtype)
 
 
 def _launched(
