@@ -14,7 +14,7 @@ import functools
 
 import mlx.core as mx
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
+from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, groups
 
 PART = 128  # positions of a part; affects the bits
@@ -172,24 +172,20 @@ def attend(
     partial = executor.run(
         ATTEND_PARTS,
         [q, keys, values, length, _scale(scale)],
-        Launch(
-            template=(*sizes, ("NKV", keys.shape[1]), ("DK", key_dim)),
-            grid=(LANES, rows * heads, parts),
-            threadgroup=(LANES, groups(rows * heads, 8), 1),
-            output_shapes=(mixes[:3], mixes[:3], mixes),
-            output_dtypes=(mx.float32, mx.float32, mx.float32),
-        ),
+        template=(*sizes, ("NKV", keys.shape[1]), ("DK", key_dim)),
+        grid=(LANES, rows * heads, parts),
+        threadgroup=(LANES, groups(rows * heads, 8), 1),
+        output_shapes=(mixes[:3], mixes[:3], mixes),
+        output_dtypes=(mx.float32, mx.float32, mx.float32),
     )
     (y,) = executor.run(
         JOIN_PARTS,
         [*partial, length],
-        Launch(
-            template=(*sizes, ("Y", dtype)),
-            grid=(LANES, rows * heads, 1),
-            threadgroup=(LANES, groups(rows * heads), 1),
-            output_shapes=((rows, heads, value_dim),),
-            output_dtypes=(dtype,),
-        ),
+        template=(*sizes, ("Y", dtype)),
+        grid=(LANES, rows * heads, 1),
+        threadgroup=(LANES, groups(rows * heads), 1),
+        output_shapes=((rows, heads, value_dim),),
+        output_dtypes=(dtype,),
     )
     return y
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
+from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, OVER_LANES, groups
 
 _HEADER = (
@@ -180,13 +180,11 @@ def gated_delta(
     y, state, delta = executor.run(
         GATED_DELTA,
         [base, *past, kept, *rows],
-        Launch(
-            template=(*_sizes(base, rows.k), ("Y", dtype)),
-            grid=(LANES, value_dim, heads),
-            threadgroup=(LANES, groups(value_dim), 1),
-            output_shapes=(rows.v.shape, base.shape, rows.v.shape),
-            output_dtypes=(dtype, mx.float32, mx.float32),
-        ),
+        template=(*_sizes(base, rows.k), ("Y", dtype)),
+        grid=(LANES, value_dim, heads),
+        threadgroup=(LANES, groups(value_dim), 1),
+        output_shapes=(rows.v.shape, base.shape, rows.v.shape),
+        output_dtypes=(dtype, mx.float32, mx.float32),
     )
     return y, state, DeltaRows(k=rows.k, g=rows.g, delta=delta)
 
@@ -202,13 +200,11 @@ def flush(base: mx.array, past: DeltaRows, kept: mx.array, *, executor: Executor
     (state,) = executor.run(
         FLUSH,
         [base, *past, kept],
-        Launch(
-            template=_sizes(base, past.k),
-            grid=(LANES, value_dim, heads),
-            threadgroup=(LANES, groups(value_dim), 1),
-            output_shapes=(base.shape,),
-            output_dtypes=(mx.float32,),
-        ),
+        template=_sizes(base, past.k),
+        grid=(LANES, value_dim, heads),
+        threadgroup=(LANES, groups(value_dim), 1),
+        output_shapes=(base.shape,),
+        output_dtypes=(mx.float32,),
     )
     return state
 

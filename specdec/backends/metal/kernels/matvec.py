@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
+from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, tiles, whole
 from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
@@ -257,12 +257,10 @@ def _launched(
     (y,) = executor.run(
         kernel,
         [x, *arrays, *more],
-        Launch(
-            template=(("C", features), *template, ("Y", dtype)),
-            grid=(LANES, whole(-(-shape[-1] // features), _SIMDGROUPS), tiles),
-            threadgroup=(LANES, _SIMDGROUPS, 1),
-            output_shapes=(shape,),
-            output_dtypes=(dtype,),
-        ),
+        template=(("C", features), *template, ("Y", dtype)),
+        grid=(LANES, whole(-(-shape[-1] // features), _SIMDGROUPS), tiles),
+        threadgroup=(LANES, _SIMDGROUPS, 1),
+        output_shapes=(shape,),
+        output_dtypes=(dtype,),
     )
     return y
