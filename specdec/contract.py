@@ -187,11 +187,6 @@ class Logits(abc.ABC):
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         """Ids and float32 logits of the k best tokens of every row, best first, equal logits by ascending id."""
 
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        """The logit of ``tokens[t]`` in row t, for the first ``len(tokens)`` rows."""
-        rows = self.rows()
-        return [float(rows[row, token]) for row, token in enumerate(tokens)]
-
     def logsumexp(self) -> list[float]:
         """``log(sum_v exp(logits[t, v]))`` of every row: with the best logit, the probability of the best token."""
         import numpy as np
@@ -755,13 +750,10 @@ EMPTY_DRAFT = Draft()
 
 @attrs.frozen
 class Deviation:
-    """How far the committed tokens of a verdict are from the target's argmax."""
+    """How far the committed tokens of a generation are from the target's argmax."""
 
     count: int = 0  # tokens that are not the argmax although the sampling is greedy
     largest_gap: float = 0.0  # nats between the argmax logit and the token's
-
-
-NO_DEVIATION = Deviation()
 
 
 @attrs.frozen
@@ -775,13 +767,6 @@ class Verdict:
     accepted: int
     next_token: int
     deviations: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def deviation(self) -> Deviation:
-        """The deviations as two numbers."""
-        if not self.deviations:
-            return NO_DEVIATION
-        return Deviation(len(self.deviations), max(gap for _, gap in self.deviations))
 
     def cut(self, kept: int, last: int) -> Verdict:
         """The verdict if only its first ``kept`` tokens stay; the last of them, ``last``, becomes pending."""

@@ -81,11 +81,6 @@ class TorchLogits(Logits):
             values.append(row[order].tolist())
         return ids, values
 
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        wanted = torch.tensor(list(tokens), dtype=torch.int64, device=self._array.device)
-        picked: list[float] = self._array[: len(tokens)].gather(1, wanted[:, None])[:, 0].tolist()
-        return picked
-
     def rows(self) -> Float32:
         if self._rows is None:
             self._rows = self._array.cpu().numpy()
