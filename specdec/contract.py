@@ -14,7 +14,7 @@ import numbers
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, overload
 
 import attrs
 
@@ -125,13 +125,11 @@ class Needs:
         mtp: the checkpoint's multi-token-prediction head, and the pairs that feed it (``State.pairs``).
         final_hidden: ``ForwardOutput.hidden``, the hidden state after the final norm.
         boundaries: ``ForwardOutput.boundaries`` at these layer boundaries; sorted, without duplicates.
-        prompt_rows: "last" if only the last row of a prompt chunk is needed. ``decode`` always gives all rows.
     """
 
     mtp: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     final_hidden: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
-    prompt_rows: Literal["all", "last"] = attrs.field(default="all", validator=attrs.validators.in_(("all", "last")))
 
     @property
     def hidden(self) -> bool:
@@ -145,12 +143,10 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         """The union: what serves both drafters."""
-        rows = {needs.prompt_rows for needs in (self, other) if needs.hidden}
         return Needs(
             mtp=self.mtp or other.mtp,
             final_hidden=self.final_hidden or other.final_hidden,
             boundaries=self.boundaries + other.boundaries,
-            prompt_rows="last" if rows == {"last"} else "all",
         )
 
     def unmet(self, info: ModelInfo) -> str | None:
@@ -237,7 +233,7 @@ class ForwardOutput:
             a chained step starts from.
         boundaries: the residual stream by layer boundary, for ``Needs.boundaries``.
 
-    Hidden states have T rows, or one (the last) after a ``prefill`` with ``Needs.prompt_rows == "last"``.
+    Hidden states have T rows.
     """
 
     rows: int
