@@ -18,38 +18,7 @@ from specdec._version import __version__
 if TYPE_CHECKING:
     from specdec.api import inspect_checkpoint, load
     from specdec.config import RunConfig, between, load_config, one_of
-    from specdec.contract import (
-        BackendSpec,
-        Context,
-        CycleRecord,
-        DepthPolicy,
-        DepthPolicySpec,
-        Draft,
-        Drafter,
-        DrafterEnv,
-        DrafterSnapshot,
-        DrafterSpec,
-        DraftHead,
-        FamilyConfig,
-        ForwardOutput,
-        ForwardPass,
-        Guarantee,
-        Logits,
-        LogitsProcessor,
-        ModelInfo,
-        ModelSpec,
-        MtpPairs,
-        Needs,
-        Parity,
-        PrepareEnv,
-        ProcessorEnv,
-        ProcessorSpec,
-        Sampling,
-        Stats,
-        Verdict,
-        Verifier,
-        VerifierSpec,
-    )
+    from specdec.contract import *
     from specdec.decoding.result import Result
     from specdec.decoding.session import Session
     from specdec.decoding.stream import Stream

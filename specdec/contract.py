@@ -14,7 +14,7 @@ import numbers
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, overload
 
 import attrs
 
@@ -125,13 +125,11 @@ class Needs:
         mtp: the checkpoint's multi-token-prediction head, and the pairs that feed it (``State.pairs``).
         final_hidden: ``ForwardOutput.hidden``, the hidden state after the final norm.
         boundaries: ``ForwardOutput.boundaries`` at these layer boundaries; sorted, without duplicates.
-        prompt_rows: "last" if only the last row of a prompt chunk is needed. ``decode`` always gives all rows.
     """
 
     mtp: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     final_hidden: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
-    prompt_rows: Literal["all", "last"] = attrs.field(default="all", validator=attrs.validators.in_(("all", "last")))
 
     @property
     def hidden(self) -> bool:
@@ -145,12 +143,10 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         """The union: what serves both drafters."""
-        rows = {needs.prompt_rows for needs in (self, other) if needs.hidden}
         return Needs(
             mtp=self.mtp or other.mtp,
             final_hidden=self.final_hidden or other.final_hidden,
             boundaries=self.boundaries + other.boundaries,
-            prompt_rows="last" if rows == {"last"} else "all",
         )
 
     def unmet(self, info: ModelInfo) -> str | None:
@@ -186,11 +182,6 @@ class Logits(abc.ABC):
     @abc.abstractmethod
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         """Ids and float32 logits of the k best tokens of every row, best first, equal logits by ascending id."""
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        """The logit of ``tokens[t]`` in row t, for the first ``len(tokens)`` rows."""
-        rows = self.rows()
-        return [float(rows[row, token]) for row, token in enumerate(tokens)]
 
     def logsumexp(self) -> list[float]:
         """``log(sum_v exp(logits[t, v]))`` of every row: with the best logit, the probability of the best token."""
@@ -242,7 +233,7 @@ class ForwardOutput:
             a chained step starts from.
         boundaries: the residual stream by layer boundary, for ``Needs.boundaries``.
 
-    Hidden states have T rows, or one (the last) after a ``prefill`` with ``Needs.prompt_rows == "last"``.
+    Hidden states have T rows.
     """
 
     rows: int
@@ -755,13 +746,10 @@ EMPTY_DRAFT = Draft()
 
 @attrs.frozen
 class Deviation:
-    """How far the committed tokens of a verdict are from the target's argmax."""
+    """How far the committed tokens of a generation are from the target's argmax."""
 
     count: int = 0  # tokens that are not the argmax although the sampling is greedy
     largest_gap: float = 0.0  # nats between the argmax logit and the token's
-
-
-NO_DEVIATION = Deviation()
 
 
 @attrs.frozen
@@ -775,13 +763,6 @@ class Verdict:
     accepted: int
     next_token: int
     deviations: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def deviation(self) -> Deviation:
-        """The deviations as two numbers."""
-        if not self.deviations:
-            return NO_DEVIATION
-        return Deviation(len(self.deviations), max(gap for _, gap in self.deviations))
 
     def cut(self, kept: int, last: int) -> Verdict:
         """The verdict if only its first ``kept`` tokens stay; the last of them, ``last``, becomes pending."""

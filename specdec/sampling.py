@@ -235,10 +235,10 @@ class Rows:
         logits, count = self._logits, self._context.sampling.logprobs or 0
         ids, values = logits.topk(max(count, 1))
         entries = []
-        for row, logit in enumerate(logits.gather(tokens)):
-            total = _log_sum(logits.rows()[row].astype(np.float64))
+        for row, (token, raw) in enumerate(zip(tokens, logits.rows(), strict=False)):
+            total = _log_sum(raw.astype(np.float64))
             top = [(token, value - total) for token, value in zip(ids[row][:count], values[row], strict=False)]
-            entries.append((logit - total, top))
+            entries.append((float(raw[token]) - total, top))
         return entries
 
 

@@ -12,6 +12,7 @@ from time import perf_counter
 import attrs
 import torch
 
+from specdec._version import __version__
 from specdec.config import Choice
 from specdec.contract import Context, Draft, ForwardPass, Guarantee, Logits, Needs, Verdict, Verifier
 from specdec.decoding.cycle import run_cycle
@@ -23,7 +24,7 @@ from specdec.errors import UnsupportedError
 from specdec.files.reading import why
 from specdec.logs import get_logger
 from specdec.records import machine
-from specdec.records.cost_table import CostIdentity, CostTable, read_costs, write_costs
+from specdec.records.cost_table import CostTable, costs_path, read_costs, write_costs
 from specdec.registry import calling
 from specdec.registry.parts import make_verifier
 
@@ -39,16 +40,20 @@ FEWEST, MOST = 4, 16  # sequences at once
 PAYS = 0.05  # relative
 
 
-def cost_identity(lm: Parts) -> CostIdentity:
-    """The identity of a table measured with ``lm`` now."""
+def cost_identity(lm: Parts) -> dict[str, str | int]:
+    """Everything known that the seconds of a table measured with ``lm`` now depend on; the order names its file."""
     config = lm.drafter.config
     options = attrs.asdict(config) if attrs.has(type(config)) else {}
-    return CostIdentity.of(
-        lm.info,
-        drafter=f"{lm.drafter.spec.name} {json.dumps(options, sort_keys=True, default=str)}",
-        cores=machine.cores(),
-        threads=torch.get_num_threads(),
-    )
+    return {
+        "model": lm.info.fingerprint,
+        **{name: getattr(lm.info, name) for name in ("backend", "device", "dtype", "kernels")},
+        "processor": machine.processor(),
+        "libraries": machine.library_versions(),
+        "specdec": __version__,
+        "drafter": f"{lm.drafter.spec.name} {json.dumps(options, sort_keys=True, default=str)}",
+        "cores": machine.cores(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def costs_of(lm: Parts, notices: MutableSequence[str]) -> CostTable:
@@ -62,7 +67,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str]) -> CostTable:
     """
     depths_that_fit(lm)
     identity = cost_identity(lm)
-    path = identity.path()
+    path = costs_path(identity)
     if path is None:
         return measure_costs(lm)
     found = read_costs(path)

@@ -30,33 +30,24 @@ class DraftVocabulary:
     """The token ids of a draft head, for one tokenizer.
 
     Attributes:
-        tokens: unique ids; those that are always kept come first, then the most frequent.
         vocab_size: V of the model.
         tokenizer: hash of the tokenizer (``tokenizer_hash``); "" if there was none.
         model: fingerprint of the model it was made with; any model with that tokenizer may use it.
         made: how it was made.
         coverage: share of held-out text covered by the first n ids, by n.
+        tokens: unique ids; those that are always kept come first, then the most frequent.
     """
 
-    tokens: tuple[int, ...]
     vocab_size: int
     tokenizer: str = ""
     model: str = ""
     made: Mapping[str, Any] = attrs.field(factory=dict)
     coverage: Mapping[int, float] = attrs.field(factory=dict)
+    tokens: tuple[int, ...]
 
     def write(self, path: Path | str) -> None:
         """Write the file. Raises: ConfigError when it cannot be written."""
-        data = {
-            "format": FORMAT,
-            "version": VERSION,
-            "vocab_size": self.vocab_size,
-            "tokenizer": self.tokenizer,
-            "model": self.model,
-            "made": dict(self.made),
-            "coverage": {str(size): share for size, share in self.coverage.items()},
-            "tokens": list(self.tokens),
-        }
+        data = {"format": FORMAT, "version": VERSION, **attrs.asdict(self)}
         text = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())
         try:
             Path(path).write_text("{\n" + text + "\n}\n")

@@ -28,7 +28,6 @@ from specdec.contract import (
     DrafterSnapshot,
     DrafterSpec,
     ForwardOutput,
-    Hidden,
     Needs,
     Passes,
     PrepareEnv,
@@ -113,7 +112,7 @@ class FirstOfDrafter(Drafter):
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
         for member in self._members:
-            member.ask("prefill", context, _declared(output, member.needs, prompt=True))
+            member.ask("prefill", context, _declared(output, member.needs))
 
     def propose(self, context: Context, depth: int) -> Draft:
         return run_passes(self.drafting(context, depth))
@@ -157,20 +156,9 @@ class FirstOfDrafter(Drafter):
         return {"drafters": {member.label: member.report() for member in self._members}}
 
 
-def _declared(output: ForwardOutput, needs: Needs, *, prompt: bool = False) -> ForwardOutput:
-    """The rows and boundaries that ``needs`` requests: the pass served all drafters of the chain at once."""
-    last = prompt and needs.prompt_rows == "last"
-    if not last and tuple(output.boundaries) == needs.boundaries:
-        return output
-
-    def rows(hidden: Hidden) -> Hidden:
-        return hidden[-1:] if last else hidden
-
-    return attrs.evolve(
-        output,
-        hidden=None if output.hidden is None else rows(output.hidden),
-        boundaries={at: rows(output.boundaries[at]) for at in needs.boundaries},
-    )
+def _declared(output: ForwardOutput, needs: Needs) -> ForwardOutput:
+    """The boundaries that ``needs`` requests: the pass served all drafters of the chain at once."""
+    return attrs.evolve(output, boundaries={at: output.boundaries[at] for at in needs.boundaries})
 
 
 def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:

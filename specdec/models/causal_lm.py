@@ -252,8 +252,8 @@ class CausalLM(ForwardPass):
             state.prefill_pass.commit(len(chunk))
             self._add_pairs(state, chunk, x, before)
             self.feed_mtp(state)
-            if state.needs.hidden:  # a copy of the last row, so that the chunk is freed
-                parts = [*parts, x] if state.needs.prompt_rows == "all" else [self._joined([x[-1:]])]
+            if state.needs.hidden:
+                parts.append(x)
         self._mark(state)
         if not parts:
             return ForwardOutput(rows=len(tokens))

@@ -27,7 +27,6 @@ QUIET = 5  # plain cycles after which their cost is updated only now and then
 SELDOM = 64  # plain cycles between two such updates
 PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
 LASTING = 32  # cycles after which speculation counts as lasting
-OPENING = 2  # cycles of each depth tried at the start if nothing was measured
 TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
 HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
 # the budget
@@ -109,17 +108,11 @@ class DrafterDepth:
 
     Args:
         passes, drafts: as for ``Rates``.
-        priced: whether the costs were measured; otherwise it opens with trials.
-
-    Attributes:
-        opening: depths of the trials at the start that are still to come.
     """
 
-    def __init__(self, config: AdaptiveConfig, passes: PassCosts, drafts: Sequence[float], priced: bool) -> None:
+    def __init__(self, config: AdaptiveConfig, passes: PassCosts, drafts: Sequence[float]) -> None:
         self._config, self._deepest = config, config.max_depth
         self.rates = Rates(passes, drafts, config.window)
-        tried = sorted({1, min(3, self._deepest), self._deepest})
-        self.opening = [] if priced else [0, *(depth for depth in tried for _ in range(OPENING)), 0]
         self._distance = config.first_probe  # tokens between trials while speculation is on
         self._tokens = 0  # since the last trial
         self._cycles = 0  # that the running trial may still take; 0 when none runs
@@ -134,14 +127,14 @@ class DrafterDepth:
     def begin(self) -> None:
         """Begin another generation: what was accepted in the last one counts for less."""
         self.rates.fade()
-        self.opening, self._cycles, self._second = [], 0, False
+        self._cycles, self._second = 0, False
         self._lasted, self._patient, self.depth = 0, False, 0
         self.depth = self._best(0.0)
 
     def quiet(self, budget: Budget) -> int:
         """The next plain cycles that need no attention: some while plain decoding is settled and no trial is due."""
         plain = self.rates.plain_cycles
-        if plain <= QUIET or self.depth or self.opening or self._cycles:
+        if plain <= QUIET or self.depth or self._cycles:
             return 0
         rest = math.ceil(self._wait() - self._tokens)
         if rest <= 0:
@@ -155,15 +148,13 @@ class DrafterDepth:
 
     def next_depth(self, budget: Budget) -> int:
         """The depth of the next draft: as deep as the budget could pay if nothing of it were accepted."""
-        trying = self.opening or self._cycles
         if not self.affordable(budget, 1):
-            self.opening = []
             if self.depth or self._cycles:
                 self._end_trial()
             return 0
-        if not trying and self._tokens >= self._wait():
+        if not self._cycles and self._tokens >= self._wait():
             self._cycles = TRIES
-        depth = self.opening[0] if self.opening else self._tried() if self._cycles else self.depth
+        depth = self._tried() if self._cycles else self.depth
         while depth > 1 and not self.affordable(budget, depth):  # a draft of one token is
             depth -= 1
         return depth
@@ -190,7 +181,7 @@ class DrafterDepth:
             pace: tokens per second of the chain, at the table's load; 0 for a drafter that is alone.
         """
         self.rates.observe(cycle)
-        self._pass(len(cycle.emitted))
+        self._tokens += len(cycle.emitted)
         if self._cycles:
             self._try(cycle)
         self.rates.update()
@@ -210,13 +201,7 @@ class DrafterDepth:
     def idle(self, tokens: int, cycles: int = 1) -> None:
         """Count the tokens of cycles that did without this drafter."""
         self.rates.plain_cycles += cycles
-        self._pass(tokens)
-
-    def _pass(self, tokens: int) -> None:
-        if self.opening:
-            self.opening.pop(0)
-        else:
-            self._tokens += tokens
+        self._tokens += tokens
 
     def _try(self, cycle: CycleRecord) -> None:
         """Continue or end the running trial; an accepted first draft while speculation is off is news."""
@@ -291,14 +276,14 @@ class AdaptivePolicy(DepthPolicy):
             drafts = self._learnt.drafts[: self._config.max_depth + 1]
             if table is not None and drafter not in ("", table.drafter):
                 drafts = [0.0] * len(drafts)
-            self._drafters[drafter] = DrafterDepth(self._config, self._passes, drafts, table is not None)
+            self._drafters[drafter] = DrafterDepth(self._config, self._passes, drafts)
         return self._drafters[drafter]
 
     @property
     def reason(self) -> str:
         """Why the depth is 0, or an empty string."""
         drafters = self._drafters.values()
-        if active := [one for one in drafters if one.depth or one.opening]:
+        if active := [one for one in drafters if one.depth]:
             if any(one.affordable(self._budget, 1) for one in active):
                 return ""
             return "drafting has lost what it may for now; it is tried again later"

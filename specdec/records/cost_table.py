@@ -16,12 +16,9 @@ from typing import Any
 
 import attrs
 
-from specdec._version import __version__
-from specdec.contract import ModelInfo
 from specdec.errors import UnsupportedError, cut, described
 from specdec.files.keeping import make_folder, replacing
 from specdec.files.reading import parse_json, read_text, why
-from specdec.records import machine
 from specdec.records.store import cache_folder
 
 FORMAT = 2
@@ -81,35 +78,13 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
     return known[low] + slope * (at - low)
 
 
-@attrs.frozen(kw_only=True)
-class CostIdentity:
-    """Everything known that the seconds of a cost table depend on."""
-
-    model: str  # ModelInfo.fingerprint
-    backend: str
-    device: str
-    dtype: str
-    kernels: str
-    processor: str = attrs.field(factory=machine.processor)
-    libraries: str = attrs.field(factory=machine.library_versions)  # installed versions of machine.LIBRARIES
-    specdec: str = __version__
-    drafter: str  # its name and configuration
-    cores: int
-    threads: int  # torch's, in this process
-
-    @classmethod
-    def of(cls, info: ModelInfo, *, drafter: str, cores: int, threads: int) -> CostIdentity:
-        """The current identity of a loaded target and a drafter."""
-        facts = {name: getattr(info, name) for name in ("backend", "device", "dtype", "kernels")}
-        return cls(model=info.fingerprint, **facts, drafter=drafter, cores=cores, threads=threads)
-
-    def path(self) -> Path | None:
-        """The file of this identity's table; None if tables are not kept, or the model has no fingerprint."""
-        folder = costs_folder()
-        if folder is None or not self.model:
-            return None
-        digest = hashlib.blake2b(json.dumps(attrs.astuple(self)).encode(), digest_size=12).hexdigest()
-        return folder / f"{digest}.json"
+def costs_path(identity: Mapping[str, str | int]) -> Path | None:
+    """The file of this identity's table; None if tables are not kept, or the model has no fingerprint."""
+    folder = costs_folder()
+    if folder is None or not identity["model"]:
+        return None
+    digest = hashlib.blake2b(json.dumps(list(identity.values())).encode(), digest_size=12).hexdigest()
+    return folder / f"{digest}.json"
 
 
 def costs_folder() -> Path | None:
@@ -147,10 +122,10 @@ def _table(data: Any) -> CostTable:
     return CostTable(verify=verify, draft=draft, drafter=drafter, commit=commit)
 
 
-def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:
+def write_costs(path: Path, table: CostTable, identity: Mapping[str, str | int]) -> None:
     """Write a table and its identity, replacing the file atomically. Raises: OSError."""
     costs = {part: getattr(table, part) for part in ("verify", "draft", "drafter", "commit")}
-    data = {"format": FORMAT, "identity": attrs.asdict(identity), **costs}
+    data = {"format": FORMAT, "identity": identity, **costs}
     make_folder(path.parent)
     with replacing(path) as new:
         new.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -241,7 +241,7 @@ class TableModel(ForwardPass):
             state.marks = [*state.marks[-MARKS + 1 :], state.length]
             if state.pairs is not None and self.memory is Memory.RECURRENT:
                 state.pairs.mark(state.marks)
-        return self._output(state, points if state.needs.prompt_rows == "all" else points[-1:], len(tokens))
+        return self._output(state, points, len(tokens))
 
     def _output(
         self, state: TableState, points: Sequence[_Point], rows: int, logits: Logits | None = None

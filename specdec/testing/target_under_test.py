@@ -67,9 +67,8 @@ class TargetUnderTest:
 
     def needs(self) -> list[Needs]:
         """What states can be made for: nothing, all or some hidden states, MTP drafts."""
-        last = attrs.evolve(self.hidden, prompt_rows="last")
         single = [Needs(boundaries=(k,)) for k in self.hidden.boundaries[::-1]]
-        hidden = [self.hidden, *single[:2], last] if self.hidden.hidden else []
+        hidden = [self.hidden, *single[:2]] if self.hidden.hidden else []
         return [NO_NEEDS, *hidden, *([MTP] if self.info.mtp_layers else [])]
 
     def plain(self, first: int, count: int = 1, name: str = "logits") -> Float32:
@@ -232,7 +231,7 @@ class Play:
         if kind == "prefill":
             output = self._call(self.model.prefill, self.target.text[self.at : self.at + count])
             expect(output.logits is None, "prefill gives logits", got=output.logits)
-            self._compare(output, count, prompt=True)
+            self._compare(output, count)
             self.at += count
         elif kind == "rewind":
             self._rewind(count)
@@ -273,22 +272,20 @@ class Play:
         self.model.commit(self.state, count)
         self.at += count
 
-    def _compare(self, output: ForwardOutput, rows: int, *, committed: int | None = None, prompt: bool = False) -> None:
+    def _compare(self, output: ForwardOutput, rows: int, *, committed: int | None = None) -> None:
         """Compare what a pass gives with what the state was made for, and its hidden states with plain decoding."""
         needs, committed = self.needs, rows if committed is None else committed
         expect_equal(output.rows, rows, "a pass reports the wrong number of rows")
         expect_equal(output.hidden is not None, needs.final_hidden, "the final hidden state breaks needs")
         expect_equal(tuple(output.boundaries), needs.boundaries, "boundaries break needs")
         expect_equal(self.state.pairs is not None, needs.mtp, "the ledger of MTP pairs breaks needs")
-        first = self.at + rows - 1 if prompt and needs.prompt_rows == "last" else self.at
         for name, hidden in hidden_by_name(output).items():
-            expected = self.at + rows - first
             lengths = [*map(len, (hidden, hidden[-1:], hidden[:0], hidden[:1].join([hidden, hidden[1:]])))]
             what = f"{name} or a part of it has the wrong number of rows"
-            expect_equal(lengths, [expected, 1, 0, 2 * expected], what)
-            self._expect_hidden(hidden[: self.at + committed - first], name, first, "hidden states differ")
+            expect_equal(lengths, [rows, 1, 0, 2 * rows], what)
+            self._expect_hidden(hidden[:committed], name, self.at, "hidden states differ")
         if needs.hidden:
-            self.held.append((output, first, self.at + committed - first))
+            self.held.append((output, self.at, committed))
 
     def _expect_hidden(self, hidden: Hidden, name: str, first: int, what: str) -> None:
         values = hidden.rows()

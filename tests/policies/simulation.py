@@ -136,8 +136,7 @@ PROCESSES: dict[str, Process] = {
     "a rare opinion that is wrong": Process(acceptance=lambda n: [0.1], cost=line(0.4), opinion=0.3),
 }
 
-TABLES: dict[str, Callable[[Process], CostTable | None]] = {
-    "none": lambda process: None,
+TABLES: dict[str, Callable[[Process], CostTable]] = {
     "right": lambda process: process.table(),
     "twice too dear": lambda process: process.table(lambda depth: 2.0),
     "drafting twice too dear": lambda process: process.table(lambda depth: 2.0 if depth else 1.0),

@@ -74,7 +74,7 @@ def test_a_restart_forgets_acceptance_and_keeps_times():
 def run(current, cycles, *, wait=4, opinion=True, accepted=()):
     """The depths of so many cycles of one token each; a trial comes after ``wait`` tokens, if any are given."""
     config = AdaptiveConfig(max_depth=6, first_probe=4, last_probe=16)
-    one = DrafterDepth(config, PassCosts([1.0] * 7), [0.0] * 7, priced=True)
+    one = DrafterDepth(config, PassCosts([1.0] * 7), [0.0] * 7)
     one.depth, one._best, one._lasted = current, lambda pace: current, LASTING
     if wait is not None:
         one._wait = lambda: wait

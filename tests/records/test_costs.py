@@ -13,7 +13,7 @@ import specdec
 from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, sequences_that_pay, warm_up
 from specdec.errors import UnsupportedError
 from specdec.records import machine
-from specdec.records.cost_table import CostTable, costs_folder, read_costs, write_costs
+from specdec.records.cost_table import CostTable, costs_folder, costs_path, read_costs, write_costs
 from specdec.records.store import cache_folder
 
 seconds = st.floats(1e-9, 1e3)
@@ -41,7 +41,7 @@ def always_steady(monkeypatch):
 def test_as_many_sequences_as_pay(folder, demo, row, sequences):
     """One more sequence than n pays while 1 / n of a pass without rows is 5 % of a pass of n + 1 rows."""
     table = CostTable(verify={1: 1.0, 8: 1.0 + 7 * row}, draft={0: 0.0}, commit=0.0)
-    write_costs(cost_identity(demo).path(), table, cost_identity(demo))
+    write_costs(costs_path(cost_identity(demo)), table, cost_identity(demo))
     assert sequences_that_pay(demo) == sequences
 
 
@@ -163,10 +163,10 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify,
 def test_everything_that_costs_depend_on_has_a_file_of_its_own(folder, demo):
     """A table of another installation is neither used nor replaced, and nothing is said about it."""
     ours = cost_identity(demo)
-    others = [attrs.evolve(ours, **{field.name: "other"}) for field in attrs.fields(type(ours))]
-    assert len({ours.path(), *(other.path() for other in others)}) == 1 + len(others)
+    others = [{**ours, name: "other"} for name in ours]
+    assert len({costs_path(ours), *map(costs_path, others)}) == 1 + len(others)
     for other in others:
-        write_costs(other.path(), TABLE, other)
+        write_costs(costs_path(other), TABLE, other)
     notices = []
     first = costs_of(demo, notices)
     assert first != TABLE
@@ -182,7 +182,7 @@ def test_a_kept_table_that_is_much_too_slow_is_replaced_silently(folder, demo, m
     identity = cost_identity(demo)
     for seconds, believed in ((3.3e-3, True), (63e-3, False)):
         kept = CostTable(verify={1: seconds, 2: seconds}, draft={0: 0.0}, commit=0.0)
-        write_costs(identity.path(), kept, identity)
+        write_costs(costs_path(identity), kept, identity)
         notices = []
         assert (costs_of(demo, notices) == kept) == believed
         assert notices == []  # the machine's doing, not the user's: it would come again and again
@@ -211,7 +211,7 @@ BROKEN = [
 @pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content, monkeypatch):
     monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: TABLE)
-    path = cost_identity(demo).path()
+    path = costs_path(cost_identity(demo))
     folder.mkdir()
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     notices = []

@@ -110,9 +110,7 @@ class TransformersPass(ForwardPass):
             self._add_pairs(state, chunk, hidden, before)
             self.feed_mtp(state)
             if hidden is not None and state.needs.hidden:
-                parts.append(hidden if state.needs.prompt_rows == "all" else hidden[-1:])
-        if state.needs.prompt_rows == "last":
-            del parts[:-1]
+                parts.append(hidden)
         self._mark(state)
         return _output(state, len(tokens), torch.cat(parts) if parts else None)
 

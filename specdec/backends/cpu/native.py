@@ -609,8 +609,7 @@ class NativeOps(ReferenceOps):
     def _attend_span(self, q: Tensor, cache: CpuKVCache, low: int, end: int, scale: float) -> Tensor:
         """Attention of one row ``[1, nq, D]`` over the cached rows ``low`` to ``end - 1``: ``[1, nq * D]``."""
         keys, values = cache.keys[low:end], cache.values[low:end]
-        k, v = torch.stack((keys[-1:], values[-1:])).unbind()  # the kernel writes them once more
-        return self._attended(q, k, v, keys, values, end - low - 1, scale)
+        return self._attended(q, None, None, keys, values, end - low - 1, scale)
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
 

@@ -286,7 +286,7 @@ class ReferenceOps(Ops):
         start = self._written(k, v, cache)
         ends = range(start + 1, start + rows + 1) if causal else [start + rows] * rows
         spans = enumerate(zip(first, ends, strict=True))
-        out = [_attend_span(q[t : t + 1].clone(), cache, low, end, scale) for t, (low, end) in spans]
+        out = [_attend_block(q[t : t + 1].clone(), cache, end - 1, scale, end - low) for t, (low, end) in spans]
         return torch.cat(out).to(self.dtype).reshape(rows, heads * dim)
 
     def attend_latent(self, q: Tensor, row: Tensor, cache: CpuLatentCache, *, scale: float, value_dims: int) -> Tensor:
@@ -398,29 +398,22 @@ def _frequencies(rope: Rope) -> Tensor:
     return torch.tensor(rope.inv_freq, dtype=torch.float32, device=CPU)
 
 
-def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> Tensor:
-    """Causal attention of T rows that start at ``position``: ``[T, nq, D]`` float32."""
+def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float, window: int | None = None) -> Tensor:
+    """Causal attention of T rows from ``position`` on, in this window or the cache's: ``[T, nq, D]`` float32."""
     rows, heads, dim = q.shape
     end = position + rows
-    low = max(0, position + 1 - cache.window) if cache.window else 0
+    window = cache.window if window is None else window
+    low = max(0, position + 1 - window) if window else 0
     keys, values = cache.keys[low:end].float(), cache.values[low:end].float()  # [S, nkv, D]
     groups = q.float().reshape(rows, keys.shape[1], -1, dim)  # [T, nkv, nq/nkv, D]
     scores = torch.einsum("tkgd,skd->tkgs", groups, keys) * scale
     ages = torch.arange(position, end, device=CPU)[:, None] - torch.arange(low, end, device=CPU)  # [T, S]
-    unseen = (ages < 0) | (ages >= (cache.window or end))
+    unseen = (ages < 0) | (ages >= (window or end))
     scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
     if cache.sinks is not None:
         scores = torch.cat([scores, cache.sinks.view(1, *groups.shape[1:3], 1).expand(rows, -1, -1, 1)], -1)
     weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("tkgs,skd->tkgd", weights, values).reshape(rows, heads, dim)
-
-
-def _attend_span(q: Tensor, cache: CpuKVCache, low: int, end: int, scale: float) -> Tensor:
-    """Attention of a row ``[1, nq, D]`` over the cached rows ``low`` to ``end - 1``: the same shape, float32."""
-    keys, values = cache.keys[low:end].float(), cache.values[low:end].float()
-    groups = q.float().reshape(keys.shape[1], -1, q.shape[2])
-    weights = (torch.einsum("kgd,skd->kgs", groups, keys) * scale).softmax(-1)
-    return torch.einsum("kgs,skd->kgd", weights, values).reshape(q.shape)
 
 
 def _delta_row(

@@ -25,7 +25,7 @@ import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
@@ -45,29 +45,9 @@ from specdec.errors import ContractError
 if TYPE_CHECKING:
     from specdec.backends.cpu.library import Kernels
     from specdec.backends.cpu.threads import Threads
-    from specdec.backends.ops import Array, Cache, Capabilities
-    from specdec.contract import Logits
-    from specdec.locks import ForkSafeLock
+    from specdec.backends.ops import Array, Cache
 
 R = TypeVar("R")
-
-
-class TapeOps(Protocol):
-    """The part of ``NativeOps`` that recording and replaying use."""
-
-    dtype: torch.dtype
-    capabilities: Capabilities
-    threads: Threads
-    lock: ForkSafeLock
-    _head: Kernel
-    _choose_rows: Kernel
-
-    def parameters(self) -> list[Tensor]: ...
-    def work(self, size: int) -> int: ...
-    def logits(self, array: Tensor) -> Logits: ...
-    def choice(self, choosing: Choosing, drafted: Any) -> tuple[Any, Any]: ...
-    def _matrix(self, w: Tensor, length: int, op: str) -> tuple[int, int, int]: ...
-
 
 ALIGNMENT = 64  # bytes
 RUNS = (4, 5)  # rows of the two runs of a body
@@ -231,8 +211,8 @@ class _Buffer:
 class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
-    def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], hidden_size: int) -> None:
-        """``caches`` of any sequence."""
+    def __init__(self, ops: Any, runner: Runner, caches: Sequence[Cache], hidden_size: int) -> None:
+        """``ops`` is a ``NativeOps``; ``caches`` are those of any sequence."""
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -606,8 +586,8 @@ class RecordedPasses:
 
     eager_reason = ""
 
-    def __init__(self, ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> None:
-        """``caches`` of any sequence."""
+    def __init__(self, ops: Any, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> None:
+        """``ops`` is a ``NativeOps``; ``caches`` are those of any sequence."""
         self.ops = ops
         self.runner = runner
         self.body = body
@@ -813,7 +793,7 @@ class RecordedPass(Pass):
         return failed
 
 
-def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+def record(ops: Any, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
     """Return recorded passes, or eager ones with the reason why recording failed."""
     try:
         return RecordedPasses(ops, runner, body, caches, hidden_size)

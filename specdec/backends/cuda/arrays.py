@@ -91,13 +91,6 @@ class CudaLogits(_DeviceLogits):
         values: list[list[float]] = logits.gather(1, ids).tolist()
         return ids.tolist(), values
 
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        if not tokens:
-            return []
-        at = torch.tensor(list(tokens), device=self.array.device)[:, None]
-        values: list[float] = self.array[: len(tokens)].gather(1, at)[:, 0].tolist()
-        return values
-
     @functools.cached_property
     def _host(self) -> Float32:
         host: Float32 = self.array.cpu().numpy()

@@ -83,8 +83,6 @@ def test_answers_are_those_of_the_masked_row(ops, case, data):
     assert len(pruned) == len(full)
     np.testing.assert_array_equal(pruned.rows(), full.rows())
     assert pruned.rows().dtype == np.float32
-    tokens = data.draw(st.lists(st.integers(0, masked.shape[1] - 1), max_size=len(full)))
-    assert pruned.gather(tokens) == full.gather(tokens)
     for k in (1, 2, 3, masked.shape[1], masked.shape[1] + 2):
         assert pruned.topk(k) == full.topk(k), k
     if not alive(masked):

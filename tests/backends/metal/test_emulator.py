@@ -5,7 +5,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from specdec.backends.metal.kernels.kernel import Launch, MslKernel  # noqa: E402
+from specdec.backends.metal.kernels.kernel import MslKernel  # noqa: E402
 from tests.backends.metal import emulator  # noqa: E402
 from tests.backends.metal.emulator import ORDERS, KernelError, Knobs, emulate  # noqa: E402
 
@@ -20,9 +20,8 @@ I = "uint i = thread_position_in_grid.x;\n"  # noqa: E741
 def run(source, inputs, size=64, knobs=None):
     """Output ``y`` of a kernel of ``size`` threads."""
     kernel = MslKernel(name="buggy", inputs=tuple(inputs), outputs=("y",), source=I + source)
-    launch = Launch(
-        template=(), grid=(size, 1, 1), threadgroup=(32, 1, 1), output_shapes=((size,),), output_dtypes=(mx.float32,)
-    )
+    launch = {"template": (), "grid": (size, 1, 1), "threadgroup": (32, 1, 1)}
+    launch |= {"output_shapes": ((size,),), "output_dtypes": (mx.float32,)}
     (y,) = emulate(kernel, [mx.array(value) for value in inputs.values()], launch, knobs)
     return y
 
@@ -89,4 +88,4 @@ def test_a_launch_that_does_not_fit_every_gpu_is_refused(threadgroup):
     kernel = MslKernel(name="buggy", inputs=(), outputs=("y",), source=I + "y[i] = 1;")
     shape = {"output_shapes": ((32,),), "output_dtypes": (mx.float32,)}
     with pytest.raises(KernelError, match="has threadgroups of"):
-        emulate(kernel, [], Launch(template=(), grid=(32, 9, 1), threadgroup=threadgroup, **shape))
+        emulate(kernel, [], {"template": (), "grid": (32, 9, 1), "threadgroup": threadgroup, **shape})

@@ -36,9 +36,9 @@ class Counted:
     executor: Executor
     launches: dict[str, int] = attrs.field(factory=dict)
 
-    def run(self, kernel, inputs, launch):
+    def run(self, kernel, inputs, **launch):
         self.launches[kernel.name] = self.launches.get(kernel.name, 0) + 1
-        return self.executor.run(kernel, inputs, launch)
+        return self.executor.run(kernel, inputs, **launch)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal import kernels, passes  # noqa: E402
 from specdec.backends.metal import ops as ops_module  # noqa: E402
-from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal  # noqa: E402
+from specdec.backends.metal.kernels.kernel import MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.placeholders import DeviceTokens  # noqa: E402
 from specdec.contract import Needs  # noqa: E402
@@ -63,10 +63,10 @@ def marked_norms(monkeypatch):
             return getattr(mx.fast, name)
 
         def rms_norm(self, x, weight, eps):
-            launch = Launch(
-                template=(), grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=(x.shape,), output_dtypes=(x.dtype,)
-            )
-            return OnMetal().run(_MARK, [x], launch)[0]
+            one = (1, 1, 1)
+            return OnMetal().run(
+                _MARK, [x], template=(), grid=one, threadgroup=one, output_shapes=(x.shape,), output_dtypes=(x.dtype,)
+            )[0]
 
     class Core:
         fast = Fast()

@@ -15,12 +15,11 @@ namespace specdec {
 
 template <class T> struct Product;
 
-// `open` loads STEP elements, `spread` copies one word of four bytes to every lane.
+// `open` loads STEP elements.
 template <> struct Product<float> {
     static constexpr int STEP = W;
     typedef vf part;
     static INLINE part open(const float* p) { return load(p); }
-    static INLINE part spread(const float* p) { return splat(*p); }
     static INLINE vf add(part w, part x, vf sum) { return fma(w, x, sum); }
 };
 
@@ -29,7 +28,6 @@ template <> struct Product<bf16> {
 #ifdef SPECDEC_DPBF16
     typedef __m512bh part;
     static INLINE part open(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-    static INLINE part spread(const bf16* p) { return (__m512bh)_mm512_set1_epi32(load_as<int32_t>(p)); }
     static INLINE vf add(part w, part x, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, w, x); }
 #else
     struct part {
@@ -39,7 +37,6 @@ template <> struct Product<bf16> {
         vu u = load_as<vu>(p);  // little endian: the even element is the low half
         return {(vf)(u << 16), (vf)(u & 0xffff0000u)};
     }
-    static INLINE part spread(const bf16* p) { return {splat(widen(p[0])), splat(widen(p[1]))}; }
     static INLINE vf add(part w, part x, vf sum) { return fma(w.odd, x.odd, fma(w.even, x.even, sum)); }
 #endif
 };

@@ -218,11 +218,3 @@ EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_b
     }
     return -1;
 }
-
-// e^x, sigmoid or silu of n floats (which = 0, 1, 2), for the test that measures their error.
-EXPORT void elementwise(int64_t which, const float* x, int64_t n, float* out) {
-    fill(out, n, [&](int64_t i, int some) {
-        vf a = load_some(x + i, some);
-        return which == 0 ? exponential(a) : which == 1 ? sigmoid(a) : silu(a);
-    });
-}

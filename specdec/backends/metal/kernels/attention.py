@@ -14,7 +14,7 @@ import functools
 
 import mlx.core as mx
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
+from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, groups
 
 PART = 128  # positions of a part; affects the bits
@@ -152,9 +152,19 @@ def attend(
         part: positions of a part; constant within a session.
         executor: runs the kernels; None uses the reference in MLX operations.
     """
-    if executor is None:
-        return attend_reference(q, keys, values, length, scale=scale, dtype=dtype, value_dims=value_dims)
     rows, heads, key_dim = q.shape
+    if executor is None:
+        # over the whole bucket; positions that a row does not see have weight 0
+        at = mx.arange(keys.shape[2])
+        seen = at[None] < length + 1 + mx.arange(rows)[:, None]  # [T, bucket]
+        held = (at < length + rows)[:, None]  # a stale value times a weight of 0 could still be a NaN
+        k = mx.where(held, keys[0].astype(mx.float32), 0.0)
+        v = mx.where(held, values[0, ..., :value_dims].astype(mx.float32), 0.0)
+        share = heads // keys.shape[1]
+        k, v = (mx.repeat(array, share, axis=0) for array in (k, v))  # [nq, bucket, D]
+        scores = (q.astype(mx.float32) * scale).transpose(1, 0, 2) @ k.swapaxes(1, 2)
+        weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1, precise=True)
+        return (weights @ v).transpose(1, 0, 2).astype(dtype)
     value_dim = values.shape[3] if value_dims is None else value_dims
     parts = -(-keys.shape[2] // part)
     sizes = (("NQ", heads), ("DV", value_dim), ("PART", part))
@@ -162,50 +172,22 @@ def attend(
     partial = executor.run(
         ATTEND_PARTS,
         [q, keys, values, length, _scale(scale)],
-        Launch(
-            template=(*sizes, ("NKV", keys.shape[1]), ("DK", key_dim)),
-            grid=(LANES, rows * heads, parts),
-            threadgroup=(LANES, groups(rows * heads, 8), 1),
-            output_shapes=(mixes[:3], mixes[:3], mixes),
-            output_dtypes=(mx.float32, mx.float32, mx.float32),
-        ),
+        template=(*sizes, ("NKV", keys.shape[1]), ("DK", key_dim)),
+        grid=(LANES, rows * heads, parts),
+        threadgroup=(LANES, groups(rows * heads, 8), 1),
+        output_shapes=(mixes[:3], mixes[:3], mixes),
+        output_dtypes=(mx.float32, mx.float32, mx.float32),
     )
     (y,) = executor.run(
         JOIN_PARTS,
         [*partial, length],
-        Launch(
-            template=(*sizes, ("Y", dtype)),
-            grid=(LANES, rows * heads, 1),
-            threadgroup=(LANES, groups(rows * heads), 1),
-            output_shapes=((rows, heads, value_dim),),
-            output_dtypes=(dtype,),
-        ),
+        template=(*sizes, ("Y", dtype)),
+        grid=(LANES, rows * heads, 1),
+        threadgroup=(LANES, groups(rows * heads), 1),
+        output_shapes=((rows, heads, value_dim),),
+        output_dtypes=(dtype,),
     )
     return y
-
-
-def attend_reference(
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    length: mx.array,
-    *,
-    scale: float,
-    dtype: mx.Dtype,
-    value_dims: int | None = None,
-) -> mx.array:
-    """``attend`` in MLX operations, over the whole bucket; positions that a row does not see have weight 0."""
-    rows, heads, _ = q.shape
-    at = mx.arange(keys.shape[2])
-    seen = at[None] < length + 1 + mx.arange(rows)[:, None]  # [T, bucket]
-    held = (at < length + rows)[:, None]  # a stale value times a weight of 0 could still be a NaN
-    k = mx.where(held, keys[0].astype(mx.float32), 0.0)
-    v = mx.where(held, values[0, ..., :value_dims].astype(mx.float32), 0.0)
-    share = heads // keys.shape[1]
-    k, v = (mx.repeat(array, share, axis=0) for array in (k, v))  # [nq, bucket, D]
-    scores = (q.astype(mx.float32) * scale).transpose(1, 0, 2) @ k.swapaxes(1, 2)
-    weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1, precise=True)
-    return (weights @ v).transpose(1, 0, 2).astype(dtype)
 
 
 @functools.lru_cache(maxsize=8)

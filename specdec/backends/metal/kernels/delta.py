@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
+from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, OVER_LANES, groups
 
 _HEADER = (
@@ -165,63 +165,47 @@ def gated_delta(
         next block; and this block's rows.
     """
     if executor is None:
-        return gated_delta_reference(base, past, kept, rows, dtype=dtype)
+        state = matrix = flush(base, past, kept)
+        share = rows.v.shape[1] // rows.k.shape[1]
+        outs, deltas = [], []
+        for q, k, v, g, beta in zip(*rows, strict=True):
+            key, query = (mx.repeat(array, share, axis=0)[:, None] for array in (k, q))  # [Hv, 1, Dk]
+            known = (matrix * g[:, None, None] * key).sum(axis=-1)
+            delta = (v.astype(mx.float32) - known) * beta[:, None]
+            matrix = _folded(matrix, g, k, delta)
+            outs.append((matrix * query).sum(axis=-1))
+            deltas.append(delta)
+        return mx.stack(outs).astype(dtype), state, DeltaRows(k=rows.k, g=rows.g, delta=mx.stack(deltas))
     heads, value_dim, _ = base.shape
     y, state, delta = executor.run(
         GATED_DELTA,
         [base, *past, kept, *rows],
-        Launch(
-            template=(*_sizes(base, rows.k), ("Y", dtype)),
-            grid=(LANES, value_dim, heads),
-            threadgroup=(LANES, groups(value_dim), 1),
-            output_shapes=(rows.v.shape, base.shape, rows.v.shape),
-            output_dtypes=(dtype, mx.float32, mx.float32),
-        ),
+        template=(*_sizes(base, rows.k), ("Y", dtype)),
+        grid=(LANES, value_dim, heads),
+        threadgroup=(LANES, groups(value_dim), 1),
+        output_shapes=(rows.v.shape, base.shape, rows.v.shape),
+        output_dtypes=(dtype, mx.float32, mx.float32),
     )
     return y, state, DeltaRows(k=rows.k, g=rows.g, delta=delta)
-
-
-def gated_delta_reference(
-    base: mx.array, past: DeltaRows, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array, DeltaRows]:
-    """``gated_delta`` in MLX operations."""
-    state = matrix = flush_reference(base, past, kept)
-    share = rows.v.shape[1] // rows.k.shape[1]
-    outs, deltas = [], []
-    for q, k, v, g, beta in zip(*rows, strict=True):
-        key, query = (mx.repeat(array, share, axis=0)[:, None] for array in (k, q))  # [Hv, 1, Dk]
-        known = (matrix * g[:, None, None] * key).sum(axis=-1)
-        delta = (v.astype(mx.float32) - known) * beta[:, None]
-        matrix = _folded(matrix, g, k, delta)
-        outs.append((matrix * query).sum(axis=-1))
-        deltas.append(delta)
-    return mx.stack(outs).astype(dtype), state, DeltaRows(k=rows.k, g=rows.g, delta=mx.stack(deltas))
 
 
 def flush(base: mx.array, past: DeltaRows, kept: mx.array, *, executor: Executor | None = None) -> mx.array:
     """The matrix after the accepted rows, ``[Hv, Dv, Dk]`` float32. Arguments as in ``gated_delta``. Lazy."""
     if executor is None:
-        return flush_reference(base, past, kept)
+        state = base
+        for row in range(past.k.shape[0]):  # those that are not kept are computed too, and then ignored
+            state = mx.where(row < kept[0], _folded(state, past.g[row], past.k[row], past.delta[row]), state)
+        return state
     heads, value_dim, _ = base.shape
     (state,) = executor.run(
         FLUSH,
         [base, *past, kept],
-        Launch(
-            template=_sizes(base, past.k),
-            grid=(LANES, value_dim, heads),
-            threadgroup=(LANES, groups(value_dim), 1),
-            output_shapes=(base.shape,),
-            output_dtypes=(mx.float32,),
-        ),
+        template=_sizes(base, past.k),
+        grid=(LANES, value_dim, heads),
+        threadgroup=(LANES, groups(value_dim), 1),
+        output_shapes=(base.shape,),
+        output_dtypes=(mx.float32,),
     )
-    return state
-
-
-def flush_reference(base: mx.array, past: DeltaRows, kept: mx.array) -> mx.array:
-    """``flush`` in MLX operations. Every row is computed; those that are not kept are then ignored."""
-    state = base
-    for row in range(past.k.shape[0]):
-        state = mx.where(row < kept[0], _folded(state, past.g[row], past.k[row], past.delta[row]), state)
     return state
 
 

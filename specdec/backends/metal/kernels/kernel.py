@@ -31,48 +31,43 @@ class MslKernel:
     header: str = OVER_LANES
 
 
-@attrs.frozen(kw_only=True)
-class Launch:
-    """The parameters of a kernel call, except the arrays.
-
-    Attributes:
-        template: names and values of the kernel's template arguments: a dtype, an int or a bool.
-        grid: threads in each dimension (not threadgroups).
-        threadgroup: threads of a threadgroup in each dimension.
-        output_shapes: shape of each output.
-        output_dtypes: dtype of each output.
-    """
-
-    template: tuple[tuple[str, Any], ...]
-    grid: tuple[int, int, int]
-    threadgroup: tuple[int, int, int]
-    output_shapes: tuple[tuple[int, ...], ...]
-    output_dtypes: tuple[mx.Dtype, ...]
-
-
 class Executor(Protocol):
-    """Runs a kernel; the outputs may be lazy."""
+    """Runs kernels."""
 
-    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]: ...
+    def run(
+        self,
+        kernel: MslKernel,
+        inputs: Sequence[mx.array],
+        *,
+        template: Sequence[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Return the outputs, which may be lazy.
+
+        Args:
+            kernel: what to run.
+            inputs: the arrays that it reads.
+            template: names and values of its template arguments: a dtype, an int or a bool.
+            grid: threads in each dimension (not threadgroups).
+            threadgroup: threads of a threadgroup in each dimension.
+            output_shapes: shape of each output.
+            output_dtypes: dtype of each output.
+        """
 
 
 class OnMetal:
     """Runs kernels on Apple's GPU. MLX compiles each text and template once per process."""
 
-    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
+    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
         """Return lazy outputs.
 
         Raises:
             RuntimeError: MLX has no Metal; raised here or when the outputs are evaluated.
         """
-        outputs: list[mx.array] = _compiled(kernel)(
-            inputs=list(inputs),
-            template=list(launch.template),
-            grid=launch.grid,
-            threadgroup=launch.threadgroup,
-            output_shapes=list(launch.output_shapes),
-            output_dtypes=list(launch.output_dtypes),
-        )
+        outputs: list[mx.array] = _compiled(kernel)(inputs=list(inputs), **launch)
         return outputs
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
+from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, tiles, whole
 from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
@@ -199,7 +199,9 @@ def matvec(
         executor: runs the kernel; None uses the reference in MLX operations.
     """
     if executor is None:
-        return matvec_reference(x, w, residual, dtype=dtype)
+        wide = x.astype(mx.float32)  # MLX's CPU device would sum in a narrower dtype
+        y = w.wide().product(wide) if isinstance(w, PackedMatrix) else wide @ w.astype(mx.float32).T
+        return (y if residual is None else y + residual.astype(mx.float32)).astype(dtype)
     rows, count = tiles(x.shape[0])
     template: list[tuple[str, Any]] = [("R", rows)]
     kernels, more = MATVEC, []
@@ -207,13 +209,6 @@ def matvec(
         kernels, more = MATVEC_ADD, [residual]
         template.append(("SHARED", residual.ndim == 1))
     return _launched(executor, kernels, x, w, more, template, count, (x.shape[0], w.shape[0]), dtype)
-
-
-def matvec_reference(x: mx.array, w: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
-    """``matvec`` in MLX operations, in float32, since MLX's CPU device would sum in a narrower dtype."""
-    wide = x.astype(mx.float32)
-    y = w.wide().product(wide) if isinstance(w, PackedMatrix) else wide @ w.astype(mx.float32).T
-    return (y if residual is None else y + residual.astype(mx.float32)).astype(dtype)
 
 
 def expert_matvec(
@@ -229,18 +224,13 @@ def expert_matvec(
         executor: runs the kernel; None uses the reference in MLX operations.
     """
     if executor is None:
-        return expert_matvec_reference(x, w, ids, dtype=dtype)
+        each = x.astype(mx.float32)[:, :, None]  # [T, k or 1, 1, K]; MLX's CPU device has all of this in float32 only
+        if isinstance(w, PackedMatrix):
+            y = w.wide().product(each, ids)
+        else:
+            y = mx.gather_mm(each, w.astype(mx.float32).swapaxes(-1, -2), rhs_indices=ids)
+        return y[:, :, 0].astype(dtype)
     return _launched(executor, EXPERT_MATVEC, x, w, [ids], [("R", 1)], ids.size, (*ids.shape, w.shape[1]), dtype)
-
-
-def expert_matvec_reference(x: mx.array, w: Matrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
-    """``expert_matvec`` in MLX operations, in float32, the only dtype for which MLX's CPU device has them all."""
-    each = x.astype(mx.float32)[:, :, None]  # [T, k or 1, 1, K]
-    if isinstance(w, PackedMatrix):
-        y = w.wide().product(each, ids)
-    else:
-        y = mx.gather_mm(each, w.astype(mx.float32).swapaxes(-1, -2), rhs_indices=ids)
-    return y[:, :, 0].astype(dtype)
 
 
 def _launched(
@@ -267,12 +257,10 @@ def _launched(
     (y,) = executor.run(
         kernel,
         [x, *arrays, *more],
-        Launch(
-            template=(("C", features), *template, ("Y", dtype)),
-            grid=(LANES, whole(-(-shape[-1] // features), _SIMDGROUPS), tiles),
-            threadgroup=(LANES, _SIMDGROUPS, 1),
-            output_shapes=(shape,),
-            output_dtypes=(dtype,),
-        ),
+        template=(("C", features), *template, ("Y", dtype)),
+        grid=(LANES, whole(-(-shape[-1] // features), _SIMDGROUPS), tiles),
+        threadgroup=(LANES, _SIMDGROUPS, 1),
+        output_shapes=(shape,),
+        output_dtypes=(dtype,),
     )
     return y

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from specdec.backends.metal.kernels.kernel import Launch, MslKernel, OnMetal
+from specdec.backends.metal.kernels.kernel import MslKernel, OnMetal
 from tests.processes import HUNG
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def unavailable() -> str | None:
 def emulate(
     kernel: MslKernel,
     inputs: Sequence[mx.array],
-    launch: Launch,
+    launch: Mapping[str, Any],
     knobs: Knobs | None = None,
     *,
     partial: Collection[str] = (),
@@ -116,7 +116,7 @@ def emulate(
     Args:
         kernel: what to run.
         inputs: any arrays; they are made row contiguous, as MLX does.
-        launch: template, grid, threadgroup and outputs.
+        launch: the keywords of ``Executor.run``.
         knobs: what Metal leaves open; the default is ``Knobs()``.
         partial: outputs of which elements may stay unwritten; those hold NaN, or bytes 0xA5 for integers.
 
@@ -129,11 +129,11 @@ def emulate(
     library, names = _compiled(kernel.name, function, text, knobs.contract)
     outputs = {
         name: np.empty(shape, np.uint16 if dtype == mx.bfloat16 else np.dtype(str(dtype).removeprefix("mlx.core.")))
-        for name, shape, dtype in zip(kernel.outputs, launch.output_shapes, launch.output_dtypes, strict=True)
+        for name, shape, dtype in zip(kernel.outputs, launch["output_shapes"], launch["output_dtypes"], strict=True)
     }
     poison = {
         name: _FLOAT_POISON if mx.issubdtype(dtype, mx.floating) else _INT_POISON
-        for name, dtype in zip(kernel.outputs, launch.output_dtypes, strict=True)
+        for name, dtype in zip(kernel.outputs, launch["output_dtypes"], strict=True)
     }
     arrays = outputs | {name: _host(array) for name, array in zip(kernel.inputs, inputs, strict=True)}
     arrays |= {f"{name}_shape": np.array(array.shape, np.int32) for name, array in arrays.items()}
@@ -145,7 +145,7 @@ def emulate(
         )
     )
     with _RUNNING:
-        grid, order = (ctypes.c_uint32 * 3)(*launch.grid), ORDERS.index(knobs.order)
+        grid, order = (ctypes.c_uint32 * 3)(*launch["grid"]), ORDERS.index(knobs.order)
         entry = ctypes.cast(library.emu_kernel, ctypes.c_void_p)
         wrong = _runtime().emu_run(entry, buffers, len(names), grid, order, knobs.seed)
     if wrong is not None:
@@ -168,11 +168,11 @@ class Emulated:
     knobs: Knobs = Knobs()
     partial: tuple[str, ...] = ()
 
-    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
-        results = [mx.array(host) for host in emulate(kernel, inputs, launch, self.knobs, partial=self.partial)]
+    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
+        hosts = emulate(kernel, inputs, launch, self.knobs, partial=self.partial)
         return [
             made.view(dtype) if dtype == mx.bfloat16 else made
-            for made, dtype in zip(results, launch.output_dtypes, strict=True)
+            for made, dtype in zip(map(mx.array, hosts), launch["output_dtypes"], strict=True)
         ]
 
 
@@ -182,11 +182,11 @@ def _host(array: mx.array) -> NDArray[Any]:
     return np.ascontiguousarray(np.array(flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat))
 
 
-def _check_launch(kernel: MslKernel, launch: Launch) -> None:
+def _check_launch(kernel: MslKernel, launch: Mapping[str, Any]) -> None:
     """A simdgroup is a line of the threadgroup, threadgroups are whole, and every GPU has room for one."""
-    whole = all(size % group == 0 for size, group in zip(launch.grid, launch.threadgroup, strict=True))
-    if launch.threadgroup[0] != _LANES or np.prod(launch.threadgroup) > _MAX_THREADS or not whole:
-        raise KernelError(kernel.name, f"has threadgroups of {launch.threadgroup} in a grid of {launch.grid}")
+    whole = all(size % group == 0 for size, group in zip(launch["grid"], launch["threadgroup"], strict=True))
+    if launch["threadgroup"][0] != _LANES or np.prod(launch["threadgroup"]) > _MAX_THREADS or not whole:
+        raise KernelError(kernel.name, f"has threadgroups of {launch['threadgroup']} in a grid of {launch['grid']}")
 
 
 def _check_written(kernel: str, name: str, output: NDArray[Any], poison: int) -> None:
@@ -202,7 +202,7 @@ def _check_written(kernel: str, name: str, output: NDArray[Any], poison: int) ->
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
-def _generated(kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[str, str]:
+def _generated(kernel: MslKernel, inputs: Sequence[mx.array], launch: Mapping[str, Any]) -> tuple[str, str]:
     """The name of the function and the text that MLX would hand to Apple's compiler. No array is computed."""
     found: list[list[Any]] = []
 
@@ -213,7 +213,7 @@ def _generated(kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) ->
     try:
         mx.export_function(
             record,
-            lambda *arrays: OnMetal().run(kernel, arrays, launch),
+            lambda *arrays: OnMetal().run(kernel, arrays, **launch),
             *(mx.zeros(array.shape, array.dtype) for array in inputs),
         )
     except (ValueError, RuntimeError, TypeError) as error:
