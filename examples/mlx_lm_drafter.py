@@ -49,13 +49,7 @@ class PosedDraftModel:
     """
 
     def __init__(
-        self,
-        drafter: dict[str, Any],
-        vocab_size: int,
-        depth: int,
-        *,
-        tokenizer: Any = None,
-        trace: str | None = None,
+        self, drafter: dict[str, Any], vocab_size: int, depth: int, *, tokenizer: Any = None, trace: str | None = None
     ) -> None:
         options = dict(drafter)
         info = host_info("mlx-lm", vocab_size, 2**31 - 1)
