@@ -53,8 +53,9 @@ def locate(model: str, *, revision: str | None = None) -> Path:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``locate`` would ask the hub: text like ``org/name`` where no such path exists, nor a file ``org``."""
-    here = os.path.exists(model) or os.path.isfile(os.path.dirname(model))
+    """Whether ``locate`` would ask the hub: text like ``org/name`` that names no GGUF file, where no such path exists,
+    nor a file ``org``."""
+    here = os.path.exists(model) or os.path.isfile(os.path.dirname(model)) or model.endswith(".gguf")
     return not here and _HUB_ID.fullmatch(model) is not None
 
 

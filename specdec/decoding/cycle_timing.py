@@ -108,7 +108,8 @@ def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if len(allowed) < 2:
         raise UnsupportedError(
-            f"costs cannot be measured: passes of {lm.info.max_rows} rows in a session of {lm.capacity} tokens"
+            f"costs cannot be measured: passes of {lm.info.max_rows} rows in a session of {lm.capacity} tokens",
+            try_="a larger target.capacity",
         )
     return allowed
 

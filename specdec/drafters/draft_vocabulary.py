@@ -75,14 +75,17 @@ class DraftVocabulary:
                 raise _unusable(path, f"has the token {token!r}, outside 0 to {vocab_size - 1}")
         if len(set(tokens)) < len(tokens):
             raise _unusable(path, "has a token twice")
-        return cls(
-            tokens=tuple(tokens),
-            vocab_size=vocab_size,
-            tokenizer=str(data.get("tokenizer", "")),
-            model=str(data.get("model", "")),
-            made=dict(data.get("made") or {}),
-            coverage={int(size): float(share) for size, share in (data.get("coverage") or {}).items()},
-        )
+        try:
+            return cls(
+                tokens=tuple(tokens),
+                vocab_size=vocab_size,
+                tokenizer=str(data.get("tokenizer", "")),
+                model=str(data.get("model", "")),
+                made=dict(data.get("made") or {}),
+                coverage={int(size): float(share) for size, share in dict(data.get("coverage") or {}).items()},
+            )
+        except (TypeError, ValueError) as error:
+            raise _unusable(path, "has no tables under 'made' and 'coverage'") from error
 
     def check(self, info: ModelInfo, tokenizer: Tokenizer | None, path: Path | str) -> None:
         """Refuse a file for another model. ``tokenizer``: None if the target has none.

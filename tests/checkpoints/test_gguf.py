@@ -267,6 +267,13 @@ def test_a_guessed_pre_tokenizer_is_a_notice(tmp_path: Path, name: str | None) -
     assert len(notices) == (name is None)
 
 
+def test_a_file_without_kinds_of_tokens_is_a_notice(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_token_list(["a", "b"])
+    notices = list(tokenizer_notices(GgufFile.open(saved(writer, tmp_path / "one.gguf"))))
+    assert [("token_type" in notice) for notice in notices] == [True]
+
+
 def test_columns_of_several_heads_with_one_scale_are_refused(tmp_path: Path) -> None:
     """The columns of ``ssm_out`` are in another order, and a group cannot be cut."""
     shape = {**tiny.QWEN3_5_SHAPES["r3-gqa3-untied"], "value_dim": 16, "value_heads": 4, "key_heads": 2}

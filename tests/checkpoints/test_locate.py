@@ -69,6 +69,7 @@ def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path):
     (folder / "other.gguf").touch()
     assert "name one of the GGUF files" in refusal(str(folder)).facts["try"]
     assert "there is no file" in refusal(str(folder / "others.gguf")).message
+    assert "there is no file" in refusal("models/mistyped.gguf").message  # no id of the hub
     assert "Did you mean" in refusal(str(folder / "others.gguf")).message
 
 

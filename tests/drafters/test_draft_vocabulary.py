@@ -48,6 +48,9 @@ GOOD = {"format": "specdec draft vocabulary", "version": 1, "vocab_size": 9, "to
         ({"tokens": [1, 9]}, "the token 9, outside 0 to 8"),
         ({"tokens": [1.0]}, "the token 1.0"),
         ({"tokens": [1, 2, 1]}, "a token twice"),
+        ({"made": "x"}, "no tables under 'made' and 'coverage'"),
+        ({"coverage": [1]}, "no tables under 'made' and 'coverage'"),
+        ({"coverage": {"1": [2]}}, "no tables under 'made' and 'coverage'"),
     ],
 )
 def test_damaged_files_are_refused(change, said, tmp_path):

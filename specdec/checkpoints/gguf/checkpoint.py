@@ -58,6 +58,8 @@ def tokenizer_notices(file: GgufFile) -> Iterator[str]:
     """What the user should know of a file's tokenizer."""
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in file.metadata:
         yield f"{file.path.name} does not say how text is split (tokenizer.ggml.pre): as for GPT-2"
+    if "tokenizer.ggml.tokens" in file.metadata and "tokenizer.ggml.token_type" not in file.metadata:
+        yield f"{file.path.name} does not say which tokens are special (tokenizer.ggml.token_type): none is"
 
 
 def special_tokens(file: GgufFile) -> dict[str, int]:

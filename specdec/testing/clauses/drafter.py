@@ -59,6 +59,8 @@ def _drafters(subject: PluginSubject, length: int, seed: int, setting: str, memo
         with faults.of("D5"), own_generators(number):
             if not route:
                 plain.through(tokens)
+                if setting == "greedy":  # so that every case has drafts with ``probs``
+                    Walk(route="steps", faults=faults, **options | {"setting": "independent"}).through(tokens[:60])
                 continue
             clause, most, what = _ROUTES[route]
             walk = Walk(route=route, faults=faults, **options)
@@ -127,6 +129,8 @@ def distributions_are_honest(subject: PluginSubject, run: Run) -> None:
             session = ScriptedSession(subject, model, context, shared=shared)
             session.feed(prompt)
             draft = session.propose(DEEP)
+            for fault in session.faults.values():  # of a draft that cannot be verified
+                raise fault
             if not draft.tokens:
                 continue
             stated = np.asarray(np.eye(LETTERS)[list(draft.tokens)] if draft.probs is None else draft.probs, np.float64)
