@@ -158,6 +158,8 @@ class FirstOfDrafter(Drafter):
 
 def _declared(output: ForwardOutput, needs: Needs) -> ForwardOutput:
     """The boundaries that ``needs`` requests: the pass served all drafters of the chain at once."""
+    if tuple(output.boundaries) == needs.boundaries:
+        return output  # none is cut out, which would cost every cycle of an idle head
     return attrs.evolve(output, boundaries={at: output.boundaries[at] for at in needs.boundaries})
 
 
